@@ -1,0 +1,58 @@
+"""Running a recipe from a command line: `--config C [key=value …]`, `--help`, faults as lines, exit codes.
+
+Exit codes: 0 done, 2 the user's input is wrong, 3 stopped on request with the state saved, 1 anything else. The same
+function serves `femto run NAME` and `python FILE`.
+"""
+
+import argparse
+import errno
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from femtolib.config import ConfigModel, describe_keys, load_config
+from femtolib.errors import FemtoError
+
+EXIT_DONE, EXIT_FAILED, EXIT_USER, EXIT_STOPPED = 0, 1, 2, 3
+
+_OUT_OF_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+
+
+def run_recipe(
+    config_type: type[ConfigModel],
+    main: Callable[[ConfigModel], int | None],
+    argv: list[str] | None = None,
+    *,
+    doc: str | None = "",
+    prog: str | None = None,
+) -> int:
+    """Read the command line `argv`, call `main(config)`, return the exit code; a FemtoError is shown as lines."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=inspect.cleandoc(doc or ""),
+        epilog="keys of the config:\n" + describe_keys(config_type),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", required=True, type=Path, metavar="CONFIG", help="the YAML file of this run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys to set on top of it: optimizer.lr=1e-4")
+    arguments = parser.parse_args(argv)
+    try:
+        return main(load_config(config_type, arguments.config, arguments.overrides)) or EXIT_DONE
+    except FemtoError as error:
+        return fail(error)
+    except KeyboardInterrupt:
+        print("error: interrupted; nothing was saved since the last checkpoint", file=sys.stderr)
+        return EXIT_FAILED
+    except OSError as error:
+        if error.errno not in _OUT_OF_SPACE:
+            raise
+        print(f"error: {error.filename or 'writing'}: {error.strerror}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def fail(error: FemtoError) -> int:
+    """Show a fault, one `error:` line each, and return its exit code."""
+    for fault in error.faults:
+        print(f"error: {fault}", file=sys.stderr)
+    return error.exit_code

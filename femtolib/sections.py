@@ -1,0 +1,196 @@
+"""The sections and keys of a config that recipes share. A recipe's `Config` picks from these and adds its own.
+
+Keys keep one meaning in every recipe. A key whose feature is not built yet is here already, so that a config written
+today stays valid: any value but its default is refused with that reason.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from femtolib.config import (
+    BuiltinOrPath,
+    BuiltinOrPaths,
+    ConfigModel,
+    Count,
+    ExistingPath,
+    Integer,
+    OutputPath,
+    PositiveInteger,
+    ResumeFrom,
+    not_built,
+)
+from femtolib.errors import FemtoError
+
+# ── Single keys ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+OutputDir = Annotated[OutputPath, Field(description="folder that the run writes: config, metrics, checkpoints, model")]
+Seed = Annotated[Integer, Field(ge=0, lt=2**63, description="decides the initial weights and the order of the rows")]
+Device = Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto: cuda where there is one")]
+Threads = Annotated[PositiveInteger | None, Field(description="CPU threads of a process (null: torch's choice)")]
+Deterministic = Annotated[bool, Field(description="only deterministic kernels; on a GPU needed for bit-equal resume")]
+Resume = Annotated[
+    ResumeFrom, Field(description="auto continues a run found in output_dir; never; must; or the path of a checkpoint")
+]
+ComputeDtype = Annotated[Literal["float32", "bfloat16", "float64"], Field(description="what the model computes in")]
+ParamDtype = Annotated[Literal["float32", "float64"], Field(description="what weights are stored and optimized in")]
+Tokenizer = Annotated[
+    BuiltinOrPath | None,
+    Field(description="HF directory, tokenizer.json or builtin (null: the token directory's own)"),
+]
+GlobalBatchSize = Annotated[PositiveInteger, Field(description="rows in one optimizer step, over all devices")]
+MicroBatchSize = Annotated[PositiveInteger, Field(description="rows in one forward pass on one device")]
+MaxSteps = Annotated[Count | None, Field(description="optimizer steps (this or epochs); 0 writes the initial model")]
+Epochs = Annotated[PositiveInteger | None, Field(description="passes over the data (this or max_steps)")]
+MaxGradNorm = Annotated[float | None, Field(gt=0, description="clip the global gradient norm to this (null: do not)")]
+ValidateEvery = Annotated[PositiveInteger | None, Field(description="steps between validations (null: at the end)")]
+ValidationMaxRows = Annotated[PositiveInteger | None, Field(description="validate on the first rows only")]
+
+
+# ── Model and data ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class ModelSection(ConfigModel):
+    """Either the path of a Hugging Face directory, or the keys of a config.json written out here."""
+
+    model_config = ConfigDict(extra="allow")
+
+    path: ExistingPath | None = Field(None, description="HF directory; or write the keys of a config.json here")
+    weights: Literal["load", "random"] = Field("load", description="of `path`: load them, or start from random ones")
+
+    @model_validator(mode="after")
+    def _one_way(self) -> "ModelSection":
+        inline = self.inline_keys()
+        if self.path is None and not inline:
+            raise ValueError("give `path`, or the keys of a config.json (model_type, hidden_size, …)")
+        if self.path is not None and inline:
+            raise ValueError(f"`path` names a config.json already; remove {', '.join(map(repr, inline))}")
+        if self.path is None and "weights" in self.model_fields_set and self.weights == "load":
+            raise ValueError("`weights: load` needs `path`")
+        if self.path is not None and not (self.path / "config.json").is_file():
+            raise ValueError(f"no config.json in {self.path}")
+        if inline:
+            from femtolib.model import ModelConfig  # torch is imported for a run, not for `--help`
+
+            try:
+                ModelConfig.from_dict(inline, "model", inline=True)
+            except FemtoError as error:
+                raise ValueError(str(error)) from None
+        elif self.path is None:
+            self.weights = "random"
+        return self
+
+    def inline_keys(self) -> dict[str, Any]:
+        """The config.json keys that stand in the config itself."""
+        return dict(self.model_extra or {})
+
+
+class DataSection(ConfigModel):
+    """What to train on, and how documents become rows."""
+
+    train: BuiltinOrPaths = Field(description="token directories or raw files (.jsonl, .txt, .parquet, …), or builtin")
+    validation: BuiltinOrPaths | None = Field(None, description="the same, for validation")
+    rows: Literal["stream", "packed", "padded"] = Field(
+        "stream",
+        description="one stream cut into rows, or one document a row (padded); packed is not built yet",
+    )
+    seq_len: PositiveInteger = Field(512, description="tokens in a row")
+    document_mask: bool | None = Field(None, description="keep documents apart (null: false for stream, else true)")
+    shuffle: bool = Field(True, description="a new order of the rows each epoch")
+    tail: Literal["drop", "pad"] = Field("drop", description="an epoch's last rows short of a global batch")
+    num_workers: Count = Field(0, description="processes that prepare batches (0: the main one)")
+    prefetch: PositiveInteger = Field(2, description="batches that each worker keeps ready")
+    text_key: str = Field("text", min_length=1, description="raw .jsonl and .parquet: the key that holds the text")
+    text_documents: Literal["line", "file"] = Field("line", description="raw .txt: what one document is")
+    on_bad_document: Literal["stop", "skip"] = Field("stop", description="raw files: what a broken document does")
+    too_long: Literal["truncate", "drop", "stop"] = not_built("truncate", "documents longer than a row of their own")
+
+    @field_validator("rows")
+    @classmethod
+    def _rows_built(cls, value: str) -> str:
+        if value == "packed":
+            raise ValueError("not built yet; use stream or padded")
+        return value
+
+    @field_validator("document_mask")
+    @classmethod
+    def _mask_built(cls, value: bool | None, info: ValidationInfo) -> bool | None:
+        if value and info.data.get("rows") == "stream":
+            raise ValueError("not built yet for rows: stream; leave it at null")
+        return value
+
+    def keeps_documents_apart(self) -> bool:
+        return self.rows != "stream" if self.document_mask is None else self.document_mask
+
+
+# ── Optimization ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class OptimizerSection(ConfigModel):
+    name: Literal["adamw", "sgd"] = Field(
+        "adamw", description="in both, weight decay is decoupled and skips 1-D weights"
+    )
+    lr: float = Field(3e-4, gt=0, description="the highest learning rate of the schedule")
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
+        [0.9, 0.95], min_length=2, max_length=2, description="adamw: decay of the two moments"
+    )
+    eps: float = Field(1e-8, gt=0, description="adamw: added to the root of the second moment")
+    weight_decay: float = Field(0.1, ge=0, description="per step and unit of learning rate")
+    momentum: float = Field(0.0, ge=0, lt=1, description="sgd: decay of the momentum")
+
+
+class ScheduleSection(ConfigModel):
+    name: Literal["cosine", "linear", "constant", "wsd"] = Field("cosine", description="shape after the warmup")
+    warmup_steps: Count = Field(0, description="steps in which the learning rate rises linearly")
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="the last learning rate, as a part of the highest")
+    decay_steps: Annotated[PositiveInteger | None, Field(description="wsd: the last steps, with a linear decay")] = None
+
+    @field_validator("decay_steps")
+    @classmethod
+    def _with_wsd(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if (value is None) == (info.data.get("name") == "wsd"):
+            raise ValueError("needed with name: wsd" if value is None else "goes with name: wsd alone")
+        return value
+
+
+class LossSection(ConfigModel):
+    chunks: PositiveInteger = not_built(1, "pieces in which logits are made")
+
+
+class CompileSection(ConfigModel):
+    model: bool = not_built(False, "torch.compile each layer")
+    loss: bool = not_built(False, "torch.compile the loss")
+    optimizer: bool = not_built(False, "torch.compile the optimizer's step")
+
+
+ActivationCheckpointing = Annotated[str, Field(pattern=r"^(none|full|by_operation|every_[1-9][0-9]*)$")]
+
+
+# ── Files and screen ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class CheckpointSection(ConfigModel):
+    every: PositiveInteger | None = Field(None, description="steps between checkpoints (null: at the end alone)")
+    keep_last: PositiveInteger | None = Field(None, description="how many checkpoints stay (null: all)")
+    async_save: bool = not_built(False, "write while training goes on")
+
+
+class ExportSection(ConfigModel):
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16", "float64"] | None,
+        Field(description="of OUTPUT/model's weights (null: param_dtype)"),
+    ] = None
+    max_shard_bytes: PositiveInteger = Field(5_000_000_000, description="size of one file of weights")
+
+
+class LogSection(ConfigModel):
+    every: PositiveInteger = Field(10, description="steps between updates of screen, TensorBoard and W&B")
+    tensorboard: bool = Field(False, description="write OUTPUT/tensorboard (needs the extra `logging`)")
+    wandb_project: str | None = Field(None, description="Weights & Biases project (needs the extra `logging`)")
+    samples: bool = Field(False, description="write which rows each step used to OUTPUT/samples-rank0.jsonl")
+    digests: bool = Field(False, description="log digests of weights and optimizer at every step")
+
+
+class ProfileSection(ConfigModel):
+    start: Annotated[PositiveInteger | None, Field(description="first step to trace (null: no trace)")] = None
+    steps: PositiveInteger = Field(3, description="how many steps to trace into OUTPUT/profile")
