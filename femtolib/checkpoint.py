@@ -1,0 +1,250 @@
+"""Training state on disk: written whole or not at all, read without running anything from it.
+
+A checkpoint is a folder `step_00000050`: tensors in torch.distributed.checkpoint's format (so that a later run may lay
+them out over any number of devices), all else in `state.json`, and `manifest.json` with the size and digest of every
+file. It is written under a temporary name beside its place, forced to disk and renamed: a folder of that name is
+complete. DCP's own metadata is a pickle, and its stock loader runs what a crafted one says; here the metadata is read
+through an unpickler that knows DCP's classes alone, and nothing but tensors is put in or taken out.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import pickle
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+from femtolib.errors import FemtoError, RunFailed
+
+FORMAT, VERSION = "femto-checkpoint", 1
+_STEP_NAME = re.compile(r"step_(\d{8,})")
+
+
+def save_checkpoint(folder: Path, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> Path:
+    """Write `folder`/step_N, over an older one of that step; raises RunFailed (a full disk) and then leaves nothing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    final = folder / f"step_{step:08d}"
+    temporary = folder / f".writing-{final.name}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir()
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary), no_dist=True)
+        header = {"format": FORMAT, "version": VERSION, "step": step}
+        _write_json(temporary / "state.json", header | state)
+        files = sorted(path for path in temporary.iterdir())
+        manifest = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files}
+        _write_json(temporary / "manifest.json", {"files": manifest})
+        _publish(temporary, final)
+    except (OSError, CheckpointException) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise RunFailed(
+            f"{final}: could not be written: {_reason(error)}; the checkpoints before it are whole"
+        ) from None
+    return final
+
+
+def prune_checkpoints(folder: Path, keep_last: int | None) -> None:
+    """Remove all but the `keep_last` highest steps (None: keep all), and what a cut-off save or removal left."""
+    for leftover in [*folder.glob(".writing-*"), *folder.glob(".removing-*")]:
+        shutil.rmtree(leftover, ignore_errors=True)
+    if keep_last is not None:
+        for path in list_checkpoints(folder)[:-keep_last]:
+            _remove(path)
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints in `folder`, lowest step first; other names and incomplete folders are passed over."""
+    steps = {int(match[1]): path for path in folder.glob("step_*") if (match := _STEP_NAME.fullmatch(path.name))}
+    return [steps[step] for step in sorted(steps) if _incomplete(steps[step]) is None]
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The `state.json` of a checkpoint whose files are all there in their size and digest; raises FemtoError if not."""
+    if reason := _incomplete(path):
+        raise FemtoError(f"{path}: not a complete checkpoint: {reason}")
+    for name, about in _read_json(path / "manifest.json")["files"].items():
+        if _sha256(path / name) != about["sha256"]:
+            raise FemtoError(f"{path / name}: damaged (its sha256 is not the manifest's); use an older checkpoint")
+    state = _read_json(path / "state.json")
+    if (state.get("format"), state.get("version")) != (FORMAT, VERSION):
+        found = f"{state.get('format')} version {state.get('version')}"
+        raise FemtoError(f"{path / 'state.json'}: is {found}; this femto reads {FORMAT} version {VERSION}")
+    return state
+
+
+def tensor_shapes(path: Path) -> dict[str, torch.Size]:
+    """Name → whole shape of every tensor in the checkpoint; raises FemtoError where there is anything but tensors."""
+    metadata = _Reader(path).read_metadata()
+    strangers = [name for name, about in metadata.state_dict_metadata.items() if not isinstance(about, TensorStorageMetadata)]  # noqa: E501  # fmt: skip
+    if strangers:
+        raise FemtoError(f"{path}: holds {strangers[0]!r}, which is no tensor; femto wrote no such checkpoint")
+    return {name: about.size for name, about in metadata.state_dict_metadata.items()}
+
+
+def load_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Fill `tensors` in place, each process reading what its own shards need; raises FemtoError where names or shapes
+    are not exactly those of the checkpoint."""
+    shapes = tensor_shapes(path)
+    faults = [f"{path}: has no tensor {name!r}" for name in tensors if name not in shapes]
+    faults += [f"{path}: has {name!r}, which this run lacks" for name in shapes if name not in tensors]
+    faults += [
+        f"{path}: {name!r} is {list(shapes[name])}, this run's is {list(tensor.shape)}"
+        for name, tensor in tensors.items()
+        if name in shapes and shapes[name] != tensor.shape
+    ]
+    if faults:
+        more = [f"{path}: {len(faults)} tensors differ in all"] if len(faults) > 10 else []
+        raise FemtoError(*faults[:10], *more)
+    try:
+        dcp.load(dict(tensors), storage_reader=_Reader(path), planner=_TensorsOnly(), no_dist=True)
+    except CheckpointException as error:
+        raise FemtoError(f"{path}: could not be read: {_reason(error)}") from None
+
+
+# ── Reading DCP's format safely ───────────────────────────────────────────────────────────────────────────────────────
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Knows the classes that DCP's metadata of plain tensors is made of, and refuses every other name."""
+
+    _ALLOWED = frozenset(
+        {
+            ("pathlib", "PosixPath"),
+            ("pathlib._local", "PosixPath"),  # Python 3.13 and later
+            ("torch", "Size"),
+            ("torch.serialization", "_get_layout"),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            *(("torch", name) for name in ("float16", "bfloat16", "float32", "float64", "int64", "int32", "uint8")),
+            *(
+                ("torch.distributed.checkpoint.metadata", name)
+                for name in (
+                    "ChunkStorageMetadata",
+                    "Metadata",
+                    "MetadataIndex",
+                    "StorageMeta",
+                    "TensorProperties",
+                    "TensorStorageMetadata",
+                    "_MEM_FORMAT_ENCODING",
+                )
+            ),
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self._ALLOWED:
+            raise pickle.UnpicklingError(f"names {module}.{name}, which no checkpoint of femto does")
+        return super().find_class(module, name)
+
+
+class _Reader(dcp.FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / ".metadata"
+        try:
+            with path.open("rb") as file:
+                metadata = _MetadataUnpickler(file).load()
+        except Exception as error:  # a hostile pickle may raise anything; none of it may pass
+            raise FemtoError(f"{path}: refused: {error}") from None
+        if not isinstance(metadata, Metadata):
+            raise FemtoError(f"{path}: refused: holds a {type(metadata).__name__}, not a checkpoint's metadata")
+        for info in (metadata.storage_data or {}).values():
+            _stay_inside(Path(self.path), info.relative_path)
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+
+class _TensorsOnly(dcp.DefaultLoadPlanner):
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        raise FemtoError(f"checkpoint entry {read_item.dest_index.fqn!r} is no tensor: refused")
+
+
+# ── Files ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _incomplete(path: Path) -> str | None:
+    """Why a folder is no complete checkpoint, or None if it is one: every file of its manifest in its full size."""
+    if not path.is_dir():
+        return "no such folder"
+    if not (path / "manifest.json").is_file():
+        return "it has no manifest.json"
+    try:
+        files = _read_json(path / "manifest.json")["files"]
+        for name, about in files.items():
+            _stay_inside(path, name)
+            if not (path / name).is_file():
+                return f"{name} is missing"
+            if (path / name).stat().st_size != about["bytes"]:
+                return f"{name} has {(path / name).stat().st_size} bytes, the manifest says {about['bytes']}"
+    except (KeyError, TypeError, AttributeError):
+        return "its manifest.json is not one that femto wrote"
+    except FemtoError as error:
+        return str(error)
+    absent = {"state.json", ".metadata"} - set(files)
+    return f"its manifest does not list {absent.pop()}" if absent else None
+
+
+def _stay_inside(folder: Path, name: str) -> None:
+    if Path(name).name != name:
+        raise FemtoError(f"{folder}: names a file outside itself: {name!r}")
+
+
+def _publish(temporary: Path, final: Path) -> None:
+    _sync_folder(temporary)
+    if final.exists():
+        _remove(final)
+    temporary.rename(final)
+    _sync_folder(final.parent)
+
+
+def _remove(path: Path) -> None:
+    """First out of sight in one step, then gone: a folder with a checkpoint's name is never half a checkpoint."""
+    aside = path.with_name(f".removing-{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+    shutil.rmtree(aside)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise FemtoError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise FemtoError(f"{path}: is not JSON") from None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _reason(error: Exception) -> str:
+    """The operating system's word inside what DCP wraps around it."""
+    inner = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+    if isinstance(inner, OSError) and inner.errno is not None:
+        return (
+            os.strerror(inner.errno) if inner.errno != errno.EFBIG else "File too large for this file system or limit"
+        )
+    return str(inner).splitlines()[0] if str(inner) else type(inner).__name__

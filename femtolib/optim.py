@@ -1,0 +1,85 @@
+"""Optimizers as femto means them: weight decay decoupled and on matrices alone, state addressed by parameter name."""
+
+import math
+
+import torch
+from torch import nn
+
+from femtolib.sections import OptimizerSection
+
+
+class SGD(torch.optim.SGD):
+    """torch's SGD with decoupled weight decay (Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 1): the decay is
+    lr·weight_decay of the weight itself, where torch's own adds it to the gradient and so to the momentum."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        decays = [group["weight_decay"] for group in self.param_groups]
+        for group, decay in zip(self.param_groups, decays, strict=True):
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if decay and trained:
+                torch._foreach_mul_(trained, 1 - group["lr"] * decay)
+            group["weight_decay"] = 0.0
+        try:
+            return super().step(closure)
+        finally:
+            for group, decay in zip(self.param_groups, decays, strict=True):
+                group["weight_decay"] = decay
+
+
+def build_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.Optimizer:
+    """AdamW or SGD over the trained parameters of `model`; those of one dimension (norms, biases) do not decay."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": section.weight_decay},
+        {"params": [parameter for parameter in trained if parameter.ndim <= 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if section.name == "sgd":
+        return SGD(groups, lr=section.lr, momentum=section.momentum)
+    # Fused is the fastest form on a CPU too: 3 times the loop's speed, 10 times foreach's.
+    return torch.optim.AdamW(groups, lr=section.lr, betas=tuple(section.betas), eps=section.eps, fused=True)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def clip_gradients(model: nn.Module, max_norm: float | None) -> float:
+    """The global gradient norm before clipping; where it is finite and above `max_norm`, gradients are scaled to that.
+
+    A norm that is not finite is returned as it is and changes nothing, so that the caller can stop before the update.
+    """
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    norm = nn.utils.get_total_norm(gradients)
+    if max_norm is not None and math.isfinite(norm):
+        nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+    return float(norm)
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The optimizer's state as `parameter name.key` → tensor; empty before the first update."""
+    return {
+        f"{name}.{key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def make_room_for_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, shapes: dict[str, torch.Size]
+) -> dict[str, torch.Tensor]:
+    """Give a fresh optimizer zeroed state for the names and shapes of `optimizer_tensors` that a checkpoint holds.
+
+    Returns the tensors by those names, to be loaded in place. State of a parameter's shape is laid out as the
+    parameter is (device, shards); the rest (AdamW's step counts) are float32 scalars on the CPU or the GPU, as the fused
+    optimizer wants them.
+    """
+    for name, parameter in model.named_parameters():
+        for full_name, shape in shapes.items():
+            if full_name.startswith(f"{name}.") and "." not in (key := full_name.removeprefix(f"{name}.")):
+                like = parameter if shape == parameter.shape else torch.zeros(shape, device=parameter.device)
+                optimizer.state[parameter][key] = torch.zeros_like(like, requires_grad=False)
+    return optimizer_tensors(model, optimizer)

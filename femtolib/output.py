@@ -1,0 +1,138 @@
+"""The folder that a run writes: who may write it, what stands in it, and whether and from where to continue.
+
+A run is continued by starting it again. What the new config may change without changing the training is listed here;
+anything else is refused, because a resumed run claims to be the run that it continues.
+"""
+
+import fcntl
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from femtolib.checkpoint import list_checkpoints, read_state
+from femtolib.config import show
+from femtolib.errors import FemtoError
+from femtolib.metrics import last_event
+
+# May differ from the saved run: the layout, the machine, what is written and shown, and how long to train. The data are
+# compared by digest and the model by its config.json, wherever they lie now.
+_FREE = (
+    *("output_dir", "resume", "parallel", "micro_batch_size", "device", "threads", "deterministic"),
+    *("process_group_timeout", "processes", "activation_checkpointing", "activation_offloading"),
+    *("optimizer_in_backward", "loss", "compile", "log", "profile", "checkpoint", "export"),
+    *("validate_every", "validation_max_rows", "data.num_workers", "data.prefetch", "data.validation"),
+    *("max_steps", "epochs", "model", "tokenizer", "data.train"),
+    *("data.text_key", "data.text_documents", "data.on_bad_document"),
+)
+# Never changed, not even by resume=must: the order of the rows, or what the saved state is the state of.
+_FIXED = ("seed", "data", "global_batch_size", "param_dtype", "optimizer.name")
+
+
+@dataclass
+class Start:
+    """Where a run begins: a checkpoint to load, or neither (step 0). `finished`: nothing is left to do."""
+
+    checkpoint: Path | None = None
+    state: dict[str, Any] | None = None
+    finished: bool = False
+
+    @property
+    def step(self) -> int:
+        return self.state["step"] if self.state else 0
+
+
+def lock_output(output_dir: Path, seconds: float = 10) -> IO[bytes]:
+    """Make `output_dir` and take it for this process until it ends; raises FemtoError where another run has it."""
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        lock = (output_dir / ".lock").open("wb")
+    except OSError as error:
+        raise FemtoError(f"output_dir: cannot write {output_dir}: {error.strerror}") from None
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise FemtoError(f"output_dir: {output_dir} is in use by another run; choose another one") from None
+            time.sleep(0.2)
+
+
+def decide_start(
+    output_dir: Path, resume: str | Path, *, config: dict[str, Any], identity: dict[str, Any], steps: int
+) -> Start:
+    """Find the checkpoint to continue, if any, and check that this run is the saved one.
+
+    `resume`: auto, never, must or the path of a checkpoint. `config`: the resolved config; `identity`: what else
+    must agree (digest of the data, config.json of the model), as the checkpoint's state has them. `steps`: how many this
+    run is to make in all. Raises FemtoError with every difference.
+    """
+    checkpoints = list_checkpoints(output_dir / "checkpoints")
+    exists = bool(checkpoints) or (output_dir / "config.yaml").exists()
+    if resume == "never" and exists:
+        raise FemtoError(f"resume: never, but {output_dir} holds a run; choose a new output_dir or resume=auto")
+    if resume == "must" and not exists:
+        raise FemtoError(f"resume: must, but {output_dir} holds no run")
+    if isinstance(resume, Path):
+        checkpoint = resume
+    elif checkpoints:
+        checkpoint = checkpoints[-1]
+    else:
+        return Start()
+    state = read_state(checkpoint)
+    if checkpoints and int(checkpoints[-1].name.removeprefix("step_")) > state["step"]:
+        raise FemtoError(
+            f"resume: {output_dir} holds checkpoints later than {checkpoint.name} (up to {checkpoints[-1].name}); "
+            "resume=auto continues the last, or choose a new output_dir"
+        )
+    _check_same_run(state, config, identity, steps, must=resume == "must")
+    end = last_event(output_dir / "metrics.jsonl")
+    completed = end.get("event") == "end" and end.get("reason") == "completed" and end.get("step") == steps
+    finished = state["step"] == steps and completed and (output_dir / "model" / "config.json").exists()
+    return Start(checkpoint, state, finished)
+
+
+def _check_same_run(
+    state: dict[str, Any], config: dict[str, Any], identity: dict[str, Any], steps: int, *, must: bool
+) -> None:
+    faults, changes = [], []
+    for name, value in identity.items():
+        if state[name] != value:
+            faults += [f"resume: {line}; choose a new output_dir" for line in _differences(name, state[name], value)]
+    saved, current = _flatten(state["config"]), _flatten(config)
+    for key in [key for key in saved if key in current and saved[key] != current[key] and not _is_in(key, _FREE)]:
+        change = f"{key} was {show(saved[key])} and is now {show(current[key])}"
+        if _is_in(key, _FIXED):
+            faults.append(f"resume: {change}; change it back, or choose a new output_dir")
+        elif must:
+            changes.append(change)
+        else:
+            faults.append(f"resume: {change}; resume=must applies it, or choose a new output_dir")
+    if steps < state["steps"]:
+        faults.append(
+            f"resume: the run was to make {state['steps']} steps and is now to make {steps}; it cannot shrink"
+        )
+    if faults:
+        raise FemtoError(*faults)
+    for change in changes:
+        print(f"resume: {change}")
+
+
+def _differences(name: str, saved: Any, current: Any) -> list[str]:
+    if not isinstance(saved, dict) or not isinstance(current, dict):
+        return [f"{name} was {show(saved)} and is now {show(current)}"]
+    keys = [key for key in {**saved, **current} if saved.get(key) != current.get(key)]
+    return [f"{name}.{key} was {show(saved.get(key))} and is now {show(current.get(key))}" for key in keys]
+
+
+def _flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in config.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _is_in(key: str, names: tuple[str, ...]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)

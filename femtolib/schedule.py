@@ -1,0 +1,29 @@
+"""The learning rate as a function of the step alone: nothing to advance, nothing to save, the same on any layout."""
+
+import math
+
+
+def learning_rate(
+    update: int,
+    *,
+    total: int,
+    lr: float,
+    name: str,
+    warmup_steps: int = 0,
+    min_lr_ratio: float = 0.0,
+    decay_steps: int | None = None,
+) -> float:
+    """Learning rate of update k = `update` (from 0) in a run of `total` updates.
+
+    The warmup gives lr·(k+1)/warmup. After it the progress is p = (k − warmup)/(total − warmup), and the rate goes from
+    lr to lr·min_lr_ratio along half a cosine or a line, or stays (constant). wsd (warmup, stable, decay: Hu et al.
+    2024, arXiv:2404.06395) stays, then falls in a line over the last `decay_steps` updates.
+    """
+    if update < warmup_steps:
+        return lr * (update + 1) / warmup_steps
+    decay_start = total - decay_steps if name == "wsd" else warmup_steps
+    if name == "constant" or update < decay_start:
+        return lr
+    progress = (update - decay_start) / max(1, total - decay_start)
+    height = (1 + math.cos(math.pi * progress)) / 2 if name == "cosine" else 1 - progress
+    return lr * (min_lr_ratio + (1 - min_lr_ratio) * height)
