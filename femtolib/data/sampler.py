@@ -135,8 +135,8 @@ class StatefulDistributedSampler:
         Raises FemtoError, naming both values, for a state of another order, or one that ends inside a batch of ours.
         """
         faults = [
-            f"data: the checkpoint's order of rows has {name} {state[name]}, this run's {getattr(self, name)}: to continue "
-            f"it, restore {name}; or start anew in another output_dir"
+            f"data: the checkpoint's order was made with {name} {state[name]}, this run's with {getattr(self, name)}: "
+            f"restore {name} to continue it, or start anew in another output_dir"
             for name in ("rows", "seed")
             if state[name] != getattr(self, name)
         ]

@@ -130,8 +130,8 @@ class TokenDataset(Dataset):
             raise FemtoError(f"{where}: no documents: nothing to read")
         if self._length == 0:
             raise FemtoError(
-                f"{where}: {self.tokens} tokens, but a row of data.seq_len {self.seq_len} takes {self.seq_len + 1}: bring more "
-                "text or set a smaller one"
+                f"{where}: {self.tokens} tokens, but a row of data.seq_len {self.seq_len} takes {self.seq_len + 1}: "
+                "bring more text or set a smaller one"
             )
         if self.rows_without_trained_tokens == self._length:
             raise FemtoError(f"{where}: {self._length} of {self._length} rows have no trained tokens: nothing to learn")
