@@ -51,6 +51,11 @@ def run_recipe(
         return EXIT_FAILED
 
 
+def recipe_name(module: str, file: str) -> str:
+    """What `femto run` calls a recipe, given its `__name__` and `__file__`: a shipped one by name, another by path."""
+    return Path(file).stem if module.startswith("femto.recipes.") else str(Path(file).resolve())
+
+
 def fail(error: FemtoError) -> int:
     """Show a fault, one `error:` line each, and return its exit code."""
     for fault in error.faults:

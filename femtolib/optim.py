@@ -58,28 +58,28 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> float:
     return float(norm)
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The optimizer's state as `parameter name.key` → tensor; empty before the first update."""
-    return {
-        f"{name}.{key}": value
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, torch.Tensor)
-    }
+def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """All that training changes, by name: `model.NAME` for each parameter, `optimizer.NAME.KEY` for its state.
+
+    The optimizer's part is empty before the first update.
+    """
+    tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"optimizer.{name}.{key}"] = value
+    return tensors
 
 
-def make_room_for_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, shapes: dict[str, torch.Size]
-) -> dict[str, torch.Tensor]:
-    """Give a fresh optimizer zeroed state for the names and shapes of `optimizer_tensors` that a checkpoint holds.
+def make_room_for_state(model: nn.Module, optimizer: torch.optim.Optimizer, shapes: dict[str, torch.Size]) -> None:
+    """Give a fresh optimizer zeroed state for those of `shapes` (names of `training_tensors`) that are a parameter's.
 
-    Returns the tensors by those names, to be loaded in place. State of a parameter's shape is laid out as the
-    parameter is (device, shards); the rest (AdamW's step counts) are float32 scalars on the CPU or the GPU, as the fused
-    optimizer wants them.
+    State of a parameter's shape is laid out as the parameter is (device, shards); the rest (AdamW's step counts) are
+    float32 scalars on its device, as the fused optimizer wants them.
     """
     for name, parameter in model.named_parameters():
-        for full_name, shape in shapes.items():
-            if full_name.startswith(f"{name}.") and "." not in (key := full_name.removeprefix(f"{name}.")):
-                like = parameter if shape == parameter.shape else torch.zeros(shape, device=parameter.device)
-                optimizer.state[parameter][key] = torch.zeros_like(like, requires_grad=False)
-    return optimizer_tensors(model, optimizer)
+        prefix = f"optimizer.{name}."
+        for full_name in [full_name for full_name in shapes if full_name.startswith(prefix)]:
+            shape = shapes[full_name]
+            like = parameter if shape == parameter.shape else torch.zeros(shape, device=parameter.device)
+            optimizer.state[parameter][full_name.removeprefix(prefix)] = torch.zeros_like(like, requires_grad=False)

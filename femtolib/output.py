@@ -5,13 +5,14 @@ anything else is refused, because a resumed run claims to be the run that it con
 """
 
 import fcntl
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from femtolib.checkpoint import list_checkpoints, read_state
-from femtolib.config import show
+from femtolib.config import ConfigModel, dump_config, show
 from femtolib.errors import FemtoError
 from femtolib.metrics import last_event
 
@@ -66,8 +67,8 @@ def decide_start(
     """Find the checkpoint to continue, if any, and check that this run is the saved one.
 
     `resume`: auto, never, must or the path of a checkpoint. `config`: the resolved config; `identity`: what else
-    must agree (digest of the data, config.json of the model), as the checkpoint's state has them. `steps`: how many this
-    run is to make in all. Raises FemtoError with every difference.
+    must agree (digest of the data, config.json of the model), as the checkpoint's state has them. `steps`: how many
+    this run is to make in all. Raises FemtoError with every difference.
     """
     checkpoints = list_checkpoints(output_dir / "checkpoints")
     exists = bool(checkpoints) or (output_dir / "config.yaml").exists()
@@ -94,6 +95,17 @@ def decide_start(
     return Start(checkpoint, state, finished)
 
 
+def write_config(config: ConfigModel, recipe: str) -> str:
+    """Write the resolved config to its output_dir; returns the command that continues the run from there."""
+    path = config.output_dir / "config.yaml"
+    command = shlex.join(["femto", "run", recipe, "--config", str(path)])
+    command += " resume=auto" if config.resume != "auto" else ""
+    temporary = path.with_name(".config.yaml")
+    temporary.write_text(dump_config(config, command), encoding="utf-8")
+    temporary.replace(path)
+    return command
+
+
 def _check_same_run(
     state: dict[str, Any], config: dict[str, Any], identity: dict[str, Any], steps: int, *, must: bool
 ) -> None:
@@ -111,9 +123,7 @@ def _check_same_run(
         else:
             faults.append(f"resume: {change}; resume=must applies it, or choose a new output_dir")
     if steps < state["steps"]:
-        faults.append(
-            f"resume: the run was to make {state['steps']} steps and is now to make {steps}; it cannot shrink"
-        )
+        faults.append(f"resume: the run was to make {state['steps']} steps, now {steps}; it cannot shrink")
     if faults:
         raise FemtoError(*faults)
     for change in changes:

@@ -21,7 +21,7 @@ def learning_rate(
     """
     if update < warmup_steps:
         return lr * (update + 1) / warmup_steps
-    decay_start = total - decay_steps if name == "wsd" else warmup_steps
+    decay_start = max(warmup_steps, total - decay_steps) if name == "wsd" else warmup_steps
     if name == "constant" or update < decay_start:
         return lr
     progress = (update - decay_start) / max(1, total - decay_start)

@@ -6,7 +6,7 @@ today stays valid: any value but its default is refused with that reason.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from femtolib.config import (
     BuiltinOrPath,
@@ -22,6 +22,22 @@ from femtolib.config import (
 )
 from femtolib.errors import FemtoError
 
+# ── Checks of one key against another ─────────────────────────────────────────────────────────────────────────────────
+
+
+def _fits_dtype(value: str, info: ValidationInfo) -> str:
+    wanted = "float64" if info.data.get("dtype") == "float64" else "float32"
+    if "dtype" in info.data and value != wanted:
+        raise ValueError(f"with dtype: {info.data['dtype']} it is {wanted}")
+    return value
+
+
+def _one_of_two(value: int | None, info: ValidationInfo) -> int | None:
+    if "max_steps" in info.data and (value is None) == (info.data["max_steps"] is None):
+        raise ValueError("set exactly one of max_steps and epochs")
+    return value
+
+
 # ── Single keys ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 OutputDir = Annotated[OutputPath, Field(description="folder that the run writes: config, metrics, checkpoints, model")]
@@ -33,7 +49,11 @@ Resume = Annotated[
     ResumeFrom, Field(description="auto continues a run found in output_dir; never; must; or the path of a checkpoint")
 ]
 ComputeDtype = Annotated[Literal["float32", "bfloat16", "float64"], Field(description="what the model computes in")]
-ParamDtype = Annotated[Literal["float32", "float64"], Field(description="what weights are stored and optimized in")]
+ParamDtype = Annotated[
+    Literal["float32", "float64"],
+    AfterValidator(_fits_dtype),
+    Field(description="what weights are stored and optimized in (float64 with dtype: float64)"),
+]
 Tokenizer = Annotated[
     BuiltinOrPath | None,
     Field(description="HF directory, tokenizer.json or builtin (null: the token directory's own)"),
@@ -41,7 +61,11 @@ Tokenizer = Annotated[
 GlobalBatchSize = Annotated[PositiveInteger, Field(description="rows in one optimizer step, over all devices")]
 MicroBatchSize = Annotated[PositiveInteger, Field(description="rows in one forward pass on one device")]
 MaxSteps = Annotated[Count | None, Field(description="optimizer steps (this or epochs); 0 writes the initial model")]
-Epochs = Annotated[PositiveInteger | None, Field(description="passes over the data (this or max_steps)")]
+Epochs = Annotated[
+    PositiveInteger | None,
+    AfterValidator(_one_of_two),
+    Field(description="passes over the data (this or max_steps)"),
+]
 MaxGradNorm = Annotated[float | None, Field(gt=0, description="clip the global gradient norm to this (null: do not)")]
 ValidateEvery = Annotated[PositiveInteger | None, Field(description="steps between validations (null: at the end)")]
 ValidationMaxRows = Annotated[PositiveInteger | None, Field(description="validate on the first rows only")]
@@ -163,7 +187,16 @@ class CompileSection(ConfigModel):
     optimizer: bool = not_built(False, "torch.compile the optimizer's step")
 
 
-ActivationCheckpointing = Annotated[str, Field(pattern=r"^(none|full|by_operation|every_[1-9][0-9]*)$")]
+def activation_checkpointing() -> Any:
+    return not_built("none", "recompute activations: none, full, every_N or by_operation")
+
+
+def activation_offloading() -> Any:
+    return not_built(False, "keep activations in the host's memory")
+
+
+def optimizer_in_backward() -> Any:
+    return not_built(False, "update each weight as soon as its gradient is there")
 
 
 # ── Files and screen ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,85 @@
+"""What can be known to be wrong before any work: a config's model, tokenizer and data held against each other.
+
+`load_config` checks each key by itself; here are the questions that need more than one of them and the headers of the
+files they name. Every recipe asks them first, and `femto validate` asks nothing else that costs little.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from femtolib.data.token_files import is_token_directory, read_index
+from femtolib.data.tokenizer import load_tokenizer
+from femtolib.errors import FemtoError
+from femtolib.model import ModelConfig, read_model_config
+from femtolib.sections import DataSection, ModelSection
+
+
+def check_inputs(model: ModelSection, data: DataSection, tokenizer: str | None) -> ModelConfig:
+    """Check that model, tokenizer and data fit each other; returns the model's config.
+
+    The token ids that an inline model leaves open (BOS, EOS) are the tokenizer's. Raises FemtoError with every fault.
+    """
+    faults: list[str] = []
+    model_config = None
+    try:
+        if model.path is not None:
+            model_config = read_model_config(model.path)
+        else:
+            model_config = ModelConfig.from_dict(model.inline_keys(), "model", inline=True)
+    except FemtoError as error:
+        faults += error.faults
+    indexes, raw = [], []
+    for key, path in [("data.train", path) for path in data.train] + [
+        ("data.validation", path) for path in data.validation or []
+    ]:
+        try:
+            if path != "builtin" and is_token_directory(Path(path)):
+                indexes.append((f"{key}: {path}", read_index(Path(path))))
+            else:
+                raw.append(f"{key}: {path}")
+        except FemtoError as error:
+            faults += [f"{key}: {fault}" for fault in error.faults]
+    loaded = None
+    if tokenizer is not None:
+        try:
+            loaded = load_tokenizer(tokenizer)
+        except FemtoError as error:
+            faults += [f"tokenizer: {fault}" for fault in error.faults]
+    elif raw:
+        faults.append(f"tokenizer: needed, because {raw[0]} is not a token directory; `builtin` is the shipped one")
+    if loaded is not None:
+        digest, owner, largest_id, bos_id, eos_id = (
+            *(loaded.digest, f"tokenizer: {tokenizer}"),
+            *(loaded.largest_id, loaded.bos_id, loaded.eos_id),
+        )
+    elif indexes:
+        owner, first = indexes[0]
+        digest, largest_id, bos_id, eos_id = first.tokenizer_digest, first.largest_id, first.bos_id, first.eos_id
+    else:
+        raise FemtoError(*faults)
+    faults += [
+        f"{where} was made with another tokenizer than {owner}"
+        for where, index in indexes
+        if index.tokenizer_digest != digest
+    ]
+    if model_config is not None:
+        if model_config.vocab_size <= largest_id:
+            faults.append(
+                f"model: vocab_size is {model_config.vocab_size}, but {owner} has ids up to {largest_id}; "
+                f"it must be at least {largest_id + 1}"
+            )
+        if data.seq_len > model_config.max_position_embeddings:
+            faults.append(
+                f"data.seq_len: {data.seq_len} is above the model's max_position_embeddings, "
+                f"{model_config.max_position_embeddings}"
+            )
+    if faults:
+        raise FemtoError(*dict.fromkeys(faults))
+    assert model_config is not None
+    if model.path is not None:
+        return model_config
+    return replace(
+        model_config,
+        bos_token_id=bos_id if model_config.bos_token_id is None else model_config.bos_token_id,
+        eos_token_id=eos_id if model_config.eos_token_id is None else model_config.eos_token_id,
+    )

@@ -1,0 +1,342 @@
+"""Pretrain a language model on one device: documents in, a Hugging Face model directory out.
+
+    femto run single_device_pretrain --config configs/llama_small.yaml [key=value …]
+
+Runs on a CPU or one GPU, in float32, bfloat16 or float64. Stopped by Ctrl-C or SIGTERM it saves its state; started
+again with the same command it goes on and makes the same updates as if it had never stopped.
+
+To make it your own: `femto cp single_device_pretrain mine.py`, edit, `femto run ./mine.py --config …`. What people
+edit first is the loss (section 6) and what a batch is made of (section 2).
+"""
+
+import math
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+from tqdm import tqdm
+
+from femtolib import sections
+from femtolib.checkpoint import load_tensors, prune_checkpoints, save_checkpoint, tensor_shapes
+from femtolib.checks import check_inputs
+from femtolib.command import EXIT_DONE, EXIT_STOPPED, recipe_name, run_recipe
+from femtolib.config import ConfigModel, resolved
+from femtolib.data.loader import make_loader
+from femtolib.data.sampler import StatefulDistributedSampler
+from femtolib.data.token_dataset import TokenDataset
+from femtolib.data.tokenize import prepare_tokens
+from femtolib.data.tokenizer import load_tokenizer
+from femtolib.device import DTYPES, choose_device, peak_flops, peak_memory_bytes, prepare_process
+from femtolib.errors import RunFailed
+from femtolib.loss import summed_cross_entropy
+from femtolib.metrics import LEDGER_START, JsonLines, Trackers, next_ledger, tensors_digest, verify_ledger
+from femtolib.model import Decoder, flops_per_token
+from femtolib.optim import build_optimizer, clip_gradients, make_room_for_state, set_learning_rate, training_tensors
+from femtolib.output import decide_start, lock_output, write_config
+from femtolib.schedule import learning_rate
+from femtolib.stop import StopRequest
+from femtolib.weights import initialize_weights, load_weights, save_model
+
+LAUNCH = "single"
+
+
+class Config(ConfigModel):
+    output_dir: sections.OutputDir
+    seed: sections.Seed = 0
+    device: sections.Device = "auto"
+    threads: sections.Threads = None
+    deterministic: sections.Deterministic = False
+    dtype: sections.ComputeDtype = "float32"
+    param_dtype: sections.ParamDtype = "float32"
+    resume: sections.Resume = "auto"
+    model: sections.ModelSection
+    tokenizer: sections.Tokenizer = None
+    data: sections.DataSection
+    global_batch_size: sections.GlobalBatchSize = 8
+    micro_batch_size: sections.MicroBatchSize = 1
+    max_steps: sections.MaxSteps = None
+    epochs: sections.Epochs = None
+    optimizer: sections.OptimizerSection = sections.OptimizerSection()
+    max_grad_norm: sections.MaxGradNorm = 1.0
+    schedule: sections.ScheduleSection = sections.ScheduleSection()
+    activation_checkpointing: str = sections.activation_checkpointing()
+    activation_offloading: bool = sections.activation_offloading()
+    optimizer_in_backward: bool = sections.optimizer_in_backward()
+    loss: sections.LossSection = sections.LossSection()
+    compile: sections.CompileSection = sections.CompileSection()
+    checkpoint: sections.CheckpointSection = sections.CheckpointSection()
+    export: sections.ExportSection = sections.ExportSection()
+    validate_every: sections.ValidateEvery = None
+    validation_max_rows: sections.ValidationMaxRows = None
+    log: sections.LogSection = sections.LogSection()
+    profile: sections.ProfileSection = sections.ProfileSection()
+
+
+def main(config: Config) -> int:
+    # ── 1 Device ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # Whatever the headers of the named files can tell to be wrong is told now, before hours of tokenizing or training.
+    device = choose_device(config.device)
+    prepare_process(device, threads=config.threads, deterministic=config.deterministic)
+    compute_dtype, param_dtype = DTYPES[config.dtype], DTYPES[config.param_dtype]
+    model_config = check_inputs(config.model, config.data, config.tokenizer)
+
+    # ── 2 Data ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # Rows are a pure function of the token files and seq_len; their order is a keyed permutation, a function of seed
+    # and epoch. So the rows of any step are known without replaying those before it, and a resume is one number.
+    def open_rows(paths: list[str]) -> TokenDataset:
+        directories = prepare_tokens(
+            paths,
+            config.tokenizer,
+            text_key=config.data.text_key,
+            text_documents=config.data.text_documents,
+            on_bad_document=config.data.on_bad_document,
+        )
+        return TokenDataset(directories, rows=config.data.rows, seq_len=config.data.seq_len)
+
+    def load_rows(dataset: TokenDataset, sampler: StatefulDistributedSampler) -> StatefulDataLoader:
+        return make_loader(
+            dataset,
+            sampler,
+            document_mask=config.data.keeps_documents_apart(),
+            num_workers=config.data.num_workers,
+            prefetch=config.data.prefetch,
+            pin_memory=device.type == "cuda",
+        )
+
+    dataset = open_rows(config.data.train)
+    sampler = StatefulDistributedSampler(
+        len(dataset),
+        global_batch_size=config.global_batch_size,
+        micro_batch_size=config.micro_batch_size,
+        **({"epochs": config.epochs} if config.max_steps is None else {"steps": config.max_steps}),
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        tail=config.data.tail,
+    )
+    validation_dataset = open_rows(config.data.validation) if config.data.validation else None
+
+    # ── 3 Model ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # Built without memory ("meta"), given memory where it will live, then filled: no weight is ever made twice. Initial
+    # weights are a function of seed and name alone, so every layout of devices starts from the same ones.
+    with torch.device("meta"):
+        model = Decoder(model_config, compute_dtype).to(param_dtype)
+    model.to_empty(device=device)
+    model.tie_weights()
+    if config.model.weights == "random":
+        initialize_weights(model, config.seed)
+    else:
+        load_weights(model, config.model.path)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+
+    # ── 4 Optimizer and schedule ──────────────────────────────────────────────────────────────────────────────────────
+    # The learning rate is computed from the step, so there is no scheduler whose state could be lost.
+    optimizer = build_optimizer(model, config.optimizer)
+    steps = sampler.steps
+    if config.schedule.warmup_steps > steps > 0:
+        print(f"schedule.warmup_steps: {config.schedule.warmup_steps} is longer than the run of {steps} steps")
+
+    # ── 5 Resume ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # Tensors come from the checkpoint, everything else from its state.json. A changed config is refused where it would
+    # change what is trained: a run that goes on must be the run that was stopped.
+    output_dir = config.output_dir
+    lock = lock_output(output_dir)  # held until the process ends
+    identity = {"data": dataset.digest, "model": model_config.to_dict()}
+    start = decide_start(output_dir, config.resume, config=resolved(config), identity=identity, steps=steps)
+    if start.finished:
+        print(f"{output_dir} holds a finished run of {steps} steps: nothing to do; its model: {output_dir / 'model'}")
+        return EXIT_DONE
+    step, ledger = start.step, LEDGER_START
+    if start.checkpoint:
+        make_room_for_state(model, optimizer, tensor_shapes(start.checkpoint))
+        load_tensors(start.checkpoint, training_tensors(model, optimizer))
+        sampler.load_state_dict(start.state["sampler"])
+        ledger = start.state["ledger"]
+        verify_ledger(output_dir / "metrics.jsonl", step, ledger)
+    to_continue = write_config(config, recipe_name(__name__, __file__))
+    metrics = JsonLines(output_dir / "metrics.jsonl", resumed_from=start.step if start.checkpoint else None)
+    samples = JsonLines(output_dir / "samples-rank0.jsonl", start.step) if config.log.samples else None
+    trackers = Trackers(config.log, output_dir, resolved(config))
+    metrics.write(
+        event="start",
+        recipe=Path(__file__).stem,
+        world_size=1,
+        parallel=None,
+        parameters=parameters,
+        trained_parameters=parameters,
+        rows=len(dataset),
+        rows_per_epoch=sampler.rows_per_epoch,
+        rows_dropped=sampler.rows_dropped,
+        rows_without_trained_tokens=dataset.rows_without_trained_tokens,
+        steps=steps,
+        resumed_from=step if start.checkpoint else None,
+    )
+    print(f"{parameters:,} parameters in {config.param_dtype}, computing in {config.dtype} on {device}")
+    print(
+        f"{len(dataset):,} rows of {config.data.seq_len} tokens; {steps:,} steps of {config.global_batch_size} rows, "
+        f"each in {sampler.micro_batches_per_step} micro-batches; {sampler.steps_per_epoch:,} steps an epoch"
+    )
+    if start.checkpoint:
+        print(f"continuing after step {step} from {start.checkpoint}")
+
+    # ── 6 Training loop ───────────────────────────────────────────────────────────────────────────────────────────────
+    # One optimizer step is one global batch. Its micro-batches are drawn before the first backward: the loss of each is
+    # divided by the number of trained tokens in all of them, so that a token weighs the same wherever it lands.
+    # Averaging the micro-batches' means instead would favour the tokens of short rows.
+    stop = StopRequest()
+    batches = iter(load_rows(dataset, sampler))
+    progress = tqdm(total=steps, initial=step, unit="step", disable=None)
+    profiler = None
+    stopping = False
+    while step < steps and not stopping:
+        if step + 1 == config.profile.start:
+            profiler = torch.profiler.profile(record_shapes=True, profile_memory=True)
+            profiler.start()
+        started = time.perf_counter()
+        micro_batches = [next(batches) for _ in range(sampler.micro_batches_per_step)]
+        trained_tokens = sum(batch.trained_tokens for batch in micro_batches)
+        batch_digest = f"{sum(batch.digest for batch in micro_batches) % 2**64:016x}"
+
+        loss, grad_norm = None, None
+        lr = learning_rate(step, total=steps, lr=config.optimizer.lr, **config.schedule.model_dump())
+        if trained_tokens:  # else there is nothing to learn from: the step counts, and nothing is updated
+            summed_loss = torch.zeros((), dtype=torch.float64, device=device)
+            for batch in micro_batches:
+                batch = batch.to(device)
+                logits = model(batch.input_ids, batch.position_ids)  # [rows, sequence, vocabulary]
+                micro_loss = summed_cross_entropy(logits, batch.labels)
+                del logits  # or they would live through the backward pass, beside their gradient
+                (micro_loss / trained_tokens).backward()
+                summed_loss += micro_loss.detach()
+            loss = summed_loss.item() / trained_tokens
+            grad_norm = clip_gradients(model, config.max_grad_norm)
+            if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+                metrics.write(event="end", step=step, reason="non_finite")
+                raise RunFailed(
+                    f"step {step + 1}: loss {loss}, gradient norm {grad_norm}: stopped before the update; nothing of this "
+                    "step was saved"
+                )
+            set_learning_rate(optimizer, lr)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step += 1
+        sampler.advance()
+        ledger = next_ledger(ledger, step, batch_digest)
+        seconds = time.perf_counter() - started
+        tokens_per_second = sum(len(batch.rows) for batch in micro_batches) * config.data.seq_len / seconds
+        peak = peak_flops(device, compute_dtype)
+        record = dict(
+            step=step,
+            epoch=sampler.epoch_of(step - 1),
+            consumed_rows=sampler.consumed_rows,
+            loss=loss,
+            lr=lr,
+            grad_norm=grad_norm,
+            trained_tokens=trained_tokens,
+            batch_digest=batch_digest,
+            ledger=ledger,
+            seconds=seconds,
+            tokens_per_second=tokens_per_second,
+            peak_memory_bytes=peak_memory_bytes(device),
+            mfu=flops_per_token(model_config, config.data.seq_len) * tokens_per_second / peak if peak else None,
+        )
+        if config.log.digests:
+            tensors = training_tensors(model, optimizer).items()
+            record["parameters_digest"] = [tensors_digest(item for item in tensors if item[0].startswith("model."))]
+            record["optimizer_digest"] = [tensors_digest(item for item in tensors if item[0].startswith("optimizer."))]
+        metrics.write(event="train", **record)
+        if samples:
+            for number, batch in enumerate(micro_batches):
+                samples.write(step=step, micro_batch=number, rows=batch.rows)
+        progress.update()
+        if step % config.log.every == 0 or step == steps:
+            shown = "no trained token" if loss is None else f"loss {loss:.4f}"
+            progress.set_postfix_str(f"{shown}, {tokens_per_second:,.0f} tokens/s")
+            progress.write(f"step {step}/{steps}  {shown}  lr {lr:.3g}  {tokens_per_second:,.0f} tokens/s")
+            trackers.log(step, "train", record)
+        if profiler and step + 1 == config.profile.start + config.profile.steps:
+            profiler.stop()
+            trace = output_dir / "profile" / f"trace-rank0-step{config.profile.start}-{step}.json"
+            trace.parent.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(trace))
+            profiler = None
+            progress.write(f"wrote the trace of steps {config.profile.start} to {step}: {trace}")
+
+        # ── 7 Validation ──────────────────────────────────────────────────────────────────────────────────────────────
+        # The same mean over tokens, each row once: the last batch is filled with empty rows.
+        due = step == steps or (config.validate_every and step % config.validate_every == 0)
+        if validation_dataset and due:
+            rows = min(len(validation_dataset), config.validation_max_rows or len(validation_dataset))
+            order = StatefulDistributedSampler(
+                rows,
+                global_batch_size=config.micro_batch_size,
+                micro_batch_size=config.micro_batch_size,
+                shuffle=False,
+                tail="pad",
+            )
+            summed_loss, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
+            model.eval()
+            with torch.no_grad():
+                for batch in load_rows(validation_dataset, order):
+                    batch = batch.to(device)
+                    logits = model(batch.input_ids, batch.position_ids)
+                    summed_loss += summed_cross_entropy(logits, batch.labels)
+                    tokens += batch.trained_tokens
+            model.train()
+            validation = dict(step=step, loss=summed_loss.item() / tokens if tokens else None, trained_tokens=tokens)
+            metrics.write(event="validation", **validation)
+            trackers.log(step, "validation", validation)
+            progress.write(f"step {step}/{steps}  validation loss {validation['loss']:.4f} over {tokens:,} tokens")
+
+        # ── 8 Checkpoint ──────────────────────────────────────────────────────────────────────────────────────────────
+        # Written beside its place and renamed when whole: a kill at any moment leaves the checkpoint before it. Older
+        # ones go only after the new one is there.
+        stopping = stop.requested
+        due = step == steps or stopping or (config.checkpoint.every and step % config.checkpoint.every == 0)
+        if due:
+            started = time.perf_counter()
+            metrics.sync()
+            state = {
+                "recipe": Path(__file__).stem,
+                "steps": steps,
+                "ledger": ledger,
+                "sampler": sampler.state_dict(),
+                "config": resolved(config),
+                "layout": {"world_size": 1},
+                **identity,
+            }
+            save_checkpoint(output_dir / "checkpoints", step, training_tensors(model, optimizer), state)
+            prune_checkpoints(output_dir / "checkpoints", config.checkpoint.keep_last)
+            seconds = time.perf_counter() - started
+            metrics.write(event="checkpoint", step=step, seconds_blocked=seconds, seconds_total=seconds)
+
+    # ── 9 Finish ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # The last line of metrics.jsonl is written when the model is whole: a kill before it leaves a run to be finished.
+    progress.close()
+    trackers.close()
+    del batches  # ends the loader's workers
+    if step < steps:
+        metrics.write(event="end", step=step, reason="stopped")
+        print(f"stopped after step {step} of {steps} with the state saved; to continue:")
+        print(f"    {to_continue}")
+        return EXIT_STOPPED
+    save_model(
+        output_dir / "model",
+        model_config,
+        model.named_parameters(),
+        dtype=DTYPES[config.export.dtype or config.param_dtype],
+        max_shard_bytes=config.export.max_shard_bytes,
+        tokenizer_files=load_tokenizer(dataset.tokenizer_directory).files,
+    )
+    metrics.write(event="end", step=step, reason="completed")
+    lock.close()
+    print(f"done: the model lies in {output_dir / 'model'}, a Hugging Face directory. Load it with")
+    print(f"    transformers.AutoModelForCausalLM.from_pretrained({str(output_dir / 'model')!r})")
+    print(f"or train it on: model.path={output_dir / 'model'} with another output_dir")
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(run_recipe(Config, main, doc=__doc__))
