@@ -1,0 +1,383 @@
+"""What all tests share: a tiny model's config, token directories written here from their published format and not by
+femto, and two ways to run a recipe: in this process, where no signal is involved, and in a process of its own."""
+
+import contextlib
+import copy
+import hashlib
+import io
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import save_file
+
+RECIPE = "single_device_pretrain"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory):
+    """No test reads or fills the cache of the person who runs it."""
+    os.environ["FEMTO_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def tiny_llama() -> dict:
+    """A Llama of 0.1 M parameters: 2 layers, width 64, 4 heads, 2 key-value heads, 320 ids, 128 positions."""
+    return {
+        "model_type": "llama",
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    }
+
+
+# ── Token directories ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="session")
+def write_tokens() -> Callable[..., Path]:
+    """`write_tokens(directory, documents, vocab_size, shards=1)`: a token directory. EOS is the last id."""
+    return _write_tokens
+
+
+def _write_tokens(directory: Path, documents: list[list[int]], vocab_size: int, shards: int = 1) -> Path:
+    directory.mkdir(parents=True)
+    eos = vocab_size - 1
+    _write_word_tokenizer(directory, vocab_size)
+    entries = []
+    for number, part in enumerate(np.array_split(np.arange(len(documents)), shards)):
+        texts = [[*documents[i], eos] for i in part]
+        starts = np.cumsum([0, *map(len, texts)])[:-1].astype(np.int64)
+        path = directory / f"tokens-{number:05d}.safetensors"
+        save_file({"tokens": np.concatenate(texts).astype(np.uint16), "document_starts": starts}, path)
+        content = path.read_bytes()
+        digest = hashlib.sha256(content).hexdigest()
+        tokens = sum(map(len, texts))
+        entries.append(
+            {"file": path.name, "tokens": tokens, "documents": len(texts), "bytes": len(content), "digest": digest}
+        )
+    index = {
+        "format": "femto-tokens",
+        "version": 1,
+        "dtype": "uint16",
+        "vocab_size": vocab_size,
+        "largest_id": eos,
+        "eos_id": eos,
+        "bos_id": None,
+        "tokens": sum(entry["tokens"] for entry in entries),
+        "documents": len(documents),
+        "skipped": {"empty": 0, "bad": 0},
+        "sources": [],
+        "tokenizer_digest": hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest(),
+        "template_digest": None,
+        "shards": entries,
+    }
+    (directory / "index.json").write_text(json.dumps(index))
+    return directory
+
+
+def _write_word_tokenizer(directory: Path, vocab_size: int) -> None:
+    """One word an id, `w0 w1 …`, and `<eos>` as the last id."""
+    words = {f"w{i}": i for i in range(vocab_size - 1)}
+    end = {"id": vocab_size - 1, "content": "<eos>", "special": True}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [end | flags],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": words | {"<eos>": vocab_size - 1}, "unk_token": "w0"},
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<eos>", "tokenizer_class": "PreTrainedTokenizerFast"})
+    )
+
+
+@pytest.fixture(scope="session")
+def tagged_tokens(tmp_path_factory) -> Path:
+    """64 documents, document k being the ids 200k, 200k+1, … (fewer than 200): an id names its document and place."""
+    lengths = np.random.default_rng(0).integers(20, 200, 64)
+    documents = [list(range(200 * k, 200 * k + length)) for k, length in enumerate(lengths)]
+    return _write_tokens(tmp_path_factory.mktemp("tagged") / "tokens", documents, vocab_size=13_000, shards=3)
+
+
+@pytest.fixture(scope="session")
+def uneven_tokens(tmp_path_factory) -> Path:
+    """37 documents over 320 ids of 0 to 80 tokens, most of them very short, some without a token but the EOS."""
+    random = np.random.default_rng(1)
+    lengths = random.permutation([0, 0, 1, 1, 1, 2, 2, 3, 80, 70, 60, 47, 48, 49, *random.integers(1, 30, 23)])
+    documents = [random.integers(0, 319, length).tolist() for length in lengths]
+    return _write_tokens(tmp_path_factory.mktemp("uneven") / "tokens", documents, vocab_size=320, shards=2)
+
+
+# ── Running a recipe ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class Run:
+    """What a run left: its exit code, what it printed, and the folder it wrote to."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+    output: Path
+
+    def lines(self, *events: str) -> list[dict]:
+        """The lines of metrics.jsonl, or those of `events`."""
+        text = (self.output / "metrics.jsonl").read_text()
+        assert text.endswith("\n"), "the last line of metrics.jsonl is torn"
+        lines = [json.loads(line) for line in text.splitlines()]
+        return [line for line in lines if not events or line["event"] in events]
+
+    def column(self, key: str) -> list:
+        """One value of each train line."""
+        return [line[key] for line in self.lines("train")]
+
+    @property
+    def errors(self) -> list[str]:
+        """The `error:` lines of the screen."""
+        return [line for line in self.stderr.splitlines() if line.startswith("error:")]
+
+    def __str__(self) -> str:
+        return f"exit code {self.exit_code}\nstdout:\n{self.stdout}\nstderr:\n{self.stderr}"
+
+
+@pytest.fixture(scope="session")
+def write_config(tmp_path_factory) -> Callable[[dict], Path]:
+    """`write_config(config)`: the path of a YAML file in its own folder, where output_dir is by default."""
+
+    def write(config: dict) -> Path:
+        folder = tmp_path_factory.mktemp("run")
+        path = folder / "config.yaml"
+        path.write_text(yaml.safe_dump({"output_dir": str(folder / "output"), **config}, sort_keys=False))
+        return path
+
+    return write
+
+
+def _output_of(path: Path, overrides: tuple[str, ...]) -> Path:
+    named = [text.split("=", 1)[1] for text in overrides if text.startswith("output_dir=")]
+    with contextlib.suppress(OSError, ValueError, yaml.YAMLError, KeyError, TypeError):  # a spoilt config names none
+        named = named or [yaml.safe_load(path.read_text())["output_dir"]]
+    return Path(named[-1] if named else path.parent / "output")
+
+
+@pytest.fixture(scope="session")
+def run(write_config) -> Callable[..., Run]:
+    """`run(config, *overrides)`: one run of the recipe in this process. `config` is a dict or the path of a file."""
+    import importlib
+
+    import torch
+
+    from femtolib.command import run_recipe
+
+    recipe = importlib.import_module(f"femto.recipes.{RECIPE}")
+
+    def run(config: dict | Path, *overrides: str) -> Run:
+        path = write_config(config) if isinstance(config, dict) else config
+        stdout, stderr = io.StringIO(), io.StringIO()
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+                code = run_recipe(recipe.Config, recipe.main, ["--config", str(path), *overrides])
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            torch.use_deterministic_algorithms(False)
+        return Run(code or 0, stdout.getvalue(), stderr.getvalue(), _output_of(path, overrides))
+
+    return run
+
+
+# A server that has imported torch once and forks for every run: a process of its own in 50 ms instead of seconds.
+# The child does what the `femto` script does, in a session of its own, and ends as an interpreter ends.
+_SERVER = """
+import json, os, sys
+import torch, femto.main, femto.recipes.single_device_pretrain
+for line in sys.stdin:
+    request = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for descriptor, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(os.path.join(request["folder"], name), os.O_CREAT | os.O_WRONLY), descriptor)
+        os.environ.update(request["environment"])
+        sys.argv = ["femto", *request["arguments"]]
+        sys.exit(femto.main.main())
+    print(child, flush=True)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with open(os.path.join(request["folder"], "exit_code.new"), "w") as file:
+        file.write(str(code))
+    os.rename(file.name, os.path.join(request["folder"], "exit_code"))
+"""
+
+
+class Running:
+    """A `femto run` under way in a process, process group and session of its own, `pid`."""
+
+    def __init__(self, pid: int, folder: Path, output: Path):
+        self.pid, self.folder, self.output = pid, folder, output
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process has ended; processes that it started may live on."""
+        return (self.folder / "exit_code").exists()
+
+    def wait_until(self, reached: Callable[[], bool], seconds: float = 60) -> None:
+        """Returns when `reached()`; fails when the run ends first or takes longer."""
+        deadline = time.monotonic() + seconds
+        while not reached():
+            assert time.monotonic() < deadline, f"not reached in {seconds} s"
+            assert not self.ended, f"the run ended first: {self.result()}"
+            time.sleep(0.005)
+
+    def wait_for_step(self, step: int) -> None:
+        """Returns when metrics.jsonl has the train line of `step` or of a later one."""
+        path = self.output / "metrics.jsonl"
+
+        def reached() -> bool:
+            whole = path.read_text().split("\n")[:-1] if path.exists() else []
+            return any(line["event"] == "train" and line["step"] >= step for line in map(json.loads, whole))
+
+        self.wait_until(reached)
+
+    def signal(self, number: int, group: bool = False) -> None:
+        """Sends a signal to the process, or to all of its group."""
+        with contextlib.suppress(ProcessLookupError):
+            (os.killpg if group else os.kill)(self.pid, number)
+
+    def processes(self) -> list[int]:
+        """The processes of this run's session that are alive: the run itself and its loader workers."""
+        alive = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                state, _parent, _group, session = stat.read_text().rpartition(")")[2].split()[:4]
+                if int(session) == self.pid and state != "Z":
+                    alive.append(int(stat.parent.name))
+        return alive
+
+    def result(self, seconds: float = 60) -> Run:
+        """Waits for the end; a run that takes longer is killed and fails the test."""
+        deadline = time.monotonic() + seconds
+        while not self.ended:
+            if time.monotonic() > deadline:
+                self.signal(signal.SIGKILL, group=True)
+                pytest.fail(f"the run did not end in {seconds} s: {self._screen()}")
+            time.sleep(0.005)
+        return Run(int((self.folder / "exit_code").read_text()), *self._screen(), self.output)
+
+    def _screen(self) -> tuple[str, str]:
+        return (self.folder / "stdout").read_text(), (self.folder / "stderr").read_text()
+
+
+@pytest.fixture(scope="session")
+def start(write_config, tmp_path_factory):
+    """`start(config, *overrides)`: a `femto run` begun in a process of its own; `.result()` waits for it.
+
+    `start.command(line, output)` begins a `femto …` command line as a person would type it.
+    """
+    servers: list[subprocess.Popen] = []
+    runs: list[tuple[subprocess.Popen, Running]] = []
+
+    def idle_server() -> subprocess.Popen:
+        busy = {server for server, running in runs if not running.ended}
+        for server in servers:
+            if server not in busy:
+                return server
+        command = [sys.executable, "-c", _SERVER]
+        servers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        return servers[-1]
+
+    def command(line: str, output: Path, environment: dict[str, str] | None = None) -> Running:
+        folder = tmp_path_factory.mktemp("process")
+        request = {"arguments": shlex.split(line)[1:], "folder": str(folder), "environment": environment or {}}
+        server = idle_server()
+        print(json.dumps(request), file=server.stdin, flush=True)
+        running = Running(int(server.stdout.readline()), folder, output)
+        runs.append((server, running))
+        return running
+
+    def start(config: dict | Path, *overrides: str, environment: dict[str, str] | None = None) -> Running:
+        path = write_config(config) if isinstance(config, dict) else config
+        line = shlex.join(["femto", "run", RECIPE, "--config", str(path), *overrides])
+        return command(line, _output_of(path, overrides), environment)
+
+    start.command = command
+    yield start
+    for _, running in runs:
+        if not running.ended:
+            running.signal(signal.SIGKILL, group=True)
+    for server in servers:
+        server.stdin.close()
+        server.wait(10)
+
+
+@pytest.fixture(scope="session")
+def after_updates():
+    """`with after_updates(3, act):` calls `act()` as soon as the third optimizer step in the block has been made."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    @contextlib.contextmanager
+    def after_updates(count: int, act: Callable[[], None]):
+        left = [count]
+
+        def hook(*_) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                act()
+
+        handle = register_optimizer_step_post_hook(hook)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    return after_updates
+
+
+@pytest.fixture(scope="session")
+def stop_after(after_updates):
+    """`with stop_after(3):` sends this process a SIGTERM as soon as the third optimizer step has been made."""
+
+    def terminate() -> None:
+        assert callable(signal.getsignal(signal.SIGTERM)), "the run has no handler for SIGTERM"
+        signal.raise_signal(signal.SIGTERM)
+
+    return lambda count: after_updates(count, terminate)
+
+
+@pytest.fixture(scope="session")
+def changed() -> Callable[..., dict]:
+    """`changed(config, {"data": {"tail": "pad"}})`: a copy of a config with some keys set, sections merged."""
+
+    def merge(config: dict, changes: dict) -> dict:
+        config = copy.deepcopy(config)
+        for key, value in changes.items():
+            both = isinstance(value, dict) and isinstance(config.get(key), dict)
+            config[key] = merge(config[key], value) if both else value
+        return config
+
+    return merge
