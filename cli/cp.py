@@ -48,6 +48,8 @@ def _write(target: Path, content: bytes, force: bool) -> None:
     """Write a file whole or not at all; an existing one is replaced only with `force`."""
     if not force and os.path.lexists(target):
         raise FemtoError(f"{target} exists; --force replaces it")
+    if not target.parent.is_dir():
+        raise FemtoError(f"{target}: there is no folder {target.parent}")
     half = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         half.write_bytes(content)

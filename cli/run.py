@@ -29,8 +29,9 @@ def main(argv: list[str]) -> int:
         print(__doc__)
         return 0
     options, name, arguments = split(argv)
-    recipe = load_recipe(name)
+    path = find_recipe(name)
     arguments = locate_config(name, arguments)
+    recipe = load_recipe(path)
     if getattr(recipe, "LAUNCH", "single") == "distributed":
         raise FemtoError(f"{name} has LAUNCH = 'distributed', and this version runs recipes in one process only")
     if options:
@@ -59,14 +60,14 @@ def _refuse(message: str) -> NoReturn:
     raise FemtoError(f"{message}; only torchrun's options stand before RECIPE: femto run RECIPE --config CONFIG")
 
 
-def load_recipe(name: str) -> ModuleType:
-    """Import the recipe `name` and check that it is one: `Config`, `main` and a known LAUNCH.
+def load_recipe(path: Path) -> ModuleType:
+    """Import a recipe and check that it is one: `Config`, `main` and a known LAUNCH.
 
     A file of the user's own is imported as Python would run it: its folder first on the path, under its own name (so
     that a worker process can find what it defines). An exception in it ends in RunFailed below its traceback.
     """
-    path = find_recipe(name)
-    module = importlib.import_module(f"femto.recipes.{name}") if name in recipes() else _import_file(path)
+    shipped = path in recipes().values()
+    module = importlib.import_module(f"femto.recipes.{path.stem}") if shipped else _import_file(path)
     missing = [wanted for wanted in ("Config", "main") if not hasattr(module, wanted)]
     if missing:
         raise FemtoError(f"{path} is not a recipe: it lacks {' and '.join(missing)}; a recipe has Config and main")
