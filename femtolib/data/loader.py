@@ -25,9 +25,6 @@ from femtolib.errors import FemtoError
 
 NOT_TRAINED = -100  # the label that the loss ignores
 
-# torchdata 0.11 calls it whenever it makes a loader; nothing that a user could do about it.
-warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-
 
 @dataclass
 class Batch:
@@ -120,19 +117,22 @@ def make_loader(
     the loader's, which knows no other num_workers). A FemtoError in a worker is raised here as it is. Workers ignore
     SIGTERM and SIGINT and end with the iterator, or with this process.
     """
-    return _Loader(
-        _SlotRows(dataset),
-        batch_sampler=sampler,
-        collate_fn=functools.partial(
-            _collate_or_fault, seq_len=dataset.seq_len, eos_id=dataset.eos_id, document_mask=document_mask
-        ),
-        num_workers=num_workers,
-        prefetch_factor=prefetch if num_workers else None,
-        pin_memory=pin_memory,
-        # Under spawn and forkserver, a worker does not inherit the signals blocked at its birth.
-        multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
-        snapshot_every_n_steps=None,  # of the data set's own state: ours has none
-    )
+    with warnings.catch_warnings():
+        # By torch 2.13; torchdata 0.11 calls it whenever it makes a loader.
+        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+        return _Loader(
+            _SlotRows(dataset),
+            batch_sampler=sampler,
+            collate_fn=functools.partial(
+                _collate_or_fault, seq_len=dataset.seq_len, eos_id=dataset.eos_id, document_mask=document_mask
+            ),
+            num_workers=num_workers,
+            prefetch_factor=prefetch if num_workers else None,
+            pin_memory=pin_memory,
+            # Under spawn and forkserver, a worker does not inherit the signals blocked at its birth.
+            multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
+            snapshot_every_n_steps=None,  # of the data set's own state: ours has none
+        )
 
 
 class _SlotRows(Dataset):
