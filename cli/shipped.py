@@ -9,6 +9,7 @@ import difflib
 import re
 from collections.abc import Iterable
 from importlib.resources import files
+from itertools import islice
 from pathlib import Path
 
 from femtolib.errors import FemtoError
@@ -61,6 +62,13 @@ def recipe_of(config: Path) -> str | None:
     with config.open(encoding="utf-8") as lines:
         command = re.match(r"# femto run (?:.* )?(\S+) --config ", lines.readline())
     return command and command[1]
+
+
+def about(config: Path) -> str:
+    """The second line of a config, where that is a comment: what the run is, and what it costs."""
+    with config.open(encoding="utf-8") as lines:
+        second = [*islice(lines, 2)][-1]
+    return second[2:].rstrip() if second.startswith("# ") else ""
 
 
 def summary(recipe: Path) -> str:

@@ -10,8 +10,9 @@ def test_every_recipe_is_listed_with_what_it_does_and_its_configs(femto):
     assert list(blocks) == list(recipes()) and "single_device_pretrain" in blocks
     for name, (about, *lines) in blocks.items():
         assert about.strip() == summary(recipes()[name]) != ""
-        assert [line.split()[1] for line in lines] == [c for c, path in configs().items() if recipe_of(path) == name]
-    assert "    --config llama_small" in blocks["single_device_pretrain"]
+        assert [line.split()[0] for line in lines] == [c for c, path in configs().items() if recipe_of(path) == name]
+    (line,) = [line for line in blocks["single_device_pretrain"] if "llama_small" in line]
+    assert "parameters on the built-in corpus" in line  # the config's second line
 
 
 def test_the_first_line_of_every_config_is_the_command_that_runs_it():
