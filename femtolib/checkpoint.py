@@ -7,7 +7,6 @@ complete. DCP's own metadata is a pickle, and its stock loader runs what a craft
 through an unpickler that knows DCP's classes alone, and nothing but tensors is put in or taken out.
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -45,9 +44,7 @@ def save_checkpoint(folder: Path, step: int, tensors: dict[str, torch.Tensor], s
         _publish(temporary, final)
     except (OSError, CheckpointException) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise RunFailed(
-            f"{final}: could not be written: {_reason(error)}; the checkpoints before it are whole"
-        ) from None
+        raise RunFailed(f"{final}: could not be written: {_reason(error)}; older checkpoints are whole") from None
     return final
 
 
@@ -83,9 +80,9 @@ def read_state(path: Path) -> dict[str, Any]:
 def tensor_shapes(path: Path) -> dict[str, torch.Size]:
     """Name → whole shape of every tensor in the checkpoint; raises FemtoError where there is anything but tensors."""
     metadata = _Reader(path).read_metadata()
-    strangers = [name for name, about in metadata.state_dict_metadata.items() if not isinstance(about, TensorStorageMetadata)]  # noqa: E501  # fmt: skip
-    if strangers:
-        raise FemtoError(f"{path}: holds {strangers[0]!r}, which is no tensor; femto wrote no such checkpoint")
+    for name, about in metadata.state_dict_metadata.items():
+        if not isinstance(about, TensorStorageMetadata):
+            raise FemtoError(f"{path}: holds {name!r}, which is no tensor; femto wrote no such checkpoint")
     return {name: about.size for name, about in metadata.state_dict_metadata.items()}
 
 
@@ -244,7 +241,5 @@ def _reason(error: Exception) -> str:
     """The operating system's word inside what DCP wraps around it."""
     inner = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
     if isinstance(inner, OSError) and inner.errno is not None:
-        return (
-            os.strerror(inner.errno) if inner.errno != errno.EFBIG else "File too large for this file system or limit"
-        )
+        return os.strerror(inner.errno)
     return str(inner).splitlines()[0] if str(inner) else type(inner).__name__

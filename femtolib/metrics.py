@@ -82,7 +82,7 @@ def verify_ledger(path: Path, step: int, ledger: str) -> None:
         previous, last = record["ledger"], record["step"]
     if previous is not None and (previous, last) != (ledger, step):
         raise FemtoError(
-            f"{path}: ends at step {last} with ledger {previous}, the checkpoint of step {step} has {ledger}; {_MOVE_AWAY}"
+            f"{path}: ends at step {last} with ledger {previous}, the checkpoint at {step} with {ledger}; {_MOVE_AWAY}"
         )
 
 

@@ -214,8 +214,8 @@ def main(config: Config) -> int:
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
                 metrics.write(event="end", step=step, reason="non_finite")
                 raise RunFailed(
-                    f"step {step + 1}: loss {loss}, gradient norm {grad_norm}: stopped before the update; nothing of this "
-                    "step was saved"
+                    f"step {step + 1}: loss {loss}, gradient norm {grad_norm}: stopped before the update; nothing of "
+                    "this step was saved"
                 )
             set_learning_rate(optimizer, lr)
             optimizer.step()
