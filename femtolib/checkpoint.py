@@ -13,6 +13,7 @@ import os
 import pickle
 import re
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from femtolib.errors import FemtoError, RunFailed
 
 FORMAT, VERSION = "femto-checkpoint", 1
+# DCP says so at every save and load of a single process; it is what is meant.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 
 

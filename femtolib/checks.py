@@ -10,7 +10,7 @@ from pathlib import Path
 from femtolib.data.token_files import is_token_directory, read_index
 from femtolib.data.tokenizer import load_tokenizer
 from femtolib.errors import FemtoError
-from femtolib.model import ModelConfig, read_model_config
+from femtolib.model_config import ModelConfig, read_model_config
 from femtolib.sections import DataSection, ModelSection
 
 

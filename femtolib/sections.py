@@ -21,6 +21,7 @@ from femtolib.config import (
     not_built,
 )
 from femtolib.errors import FemtoError
+from femtolib.model_config import ModelConfig
 
 # ── Checks of one key against another ─────────────────────────────────────────────────────────────────────────────────
 
@@ -94,13 +95,10 @@ class ModelSection(ConfigModel):
         if self.path is not None and not (self.path / "config.json").is_file():
             raise ValueError(f"no config.json in {self.path}")
         if inline:
-            from femtolib.model import ModelConfig  # torch is imported for a run, not for `--help`
-
             try:
                 ModelConfig.from_dict(inline, "model", inline=True)
             except FemtoError as error:
                 raise ValueError(str(error)) from None
-        elif self.path is None:
             self.weights = "random"
         return self
 

@@ -32,7 +32,8 @@ from femtolib.device import DTYPES, choose_device, peak_flops, peak_memory_bytes
 from femtolib.errors import RunFailed
 from femtolib.loss import summed_cross_entropy
 from femtolib.metrics import LEDGER_START, JsonLines, Trackers, next_ledger, tensors_digest, verify_ledger
-from femtolib.model import Decoder, flops_per_token
+from femtolib.model import Decoder
+from femtolib.model_config import flops_per_token
 from femtolib.optim import build_optimizer, clip_gradients, make_room_for_state, set_learning_rate, training_tensors
 from femtolib.output import decide_start, lock_output, write_config
 from femtolib.schedule import learning_rate
@@ -191,7 +192,7 @@ def main(config: Config) -> int:
     stopping = False
     while step < steps and not stopping:
         if step + 1 == config.profile.start:
-            profiler = torch.profiler.profile(record_shapes=True, profile_memory=True)
+            profiler = torch.profiler.profile(record_shapes=True)
             profiler.start()
         started = time.perf_counter()
         micro_batches = [next(batches) for _ in range(sampler.micro_batches_per_step)]
