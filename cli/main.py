@@ -6,6 +6,7 @@ nothing here imports torch or pydantic.
 """
 
 import importlib
+import io
 import os
 import sys
 
@@ -23,6 +24,8 @@ VERBS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run one `femto` command line (default: the process's own) and return its exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a locale that lacks a letter of a text is no reason to stop
     try:
         code = _dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()  # here, where a reader that has gone away can still be caught

@@ -34,6 +34,11 @@ def test_help_ls_and_cp_answer_in_less_than_a_third_of_a_second(command, tmp_pat
     assert min(seconds() for _ in range(3)) < 0.3
 
 
+def test_a_terminal_without_unicode_is_shown_what_it_can_show():
+    ended = subprocess.run([FEMTO], env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "") and "usage: femto COMMAND ?" in ended.stdout
+
+
 def test_a_reader_that_leaves_ends_the_command_quietly():
     reader, writer = os.pipe()
     os.close(reader)

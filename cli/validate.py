@@ -1,0 +1,144 @@
+"""Check all that can be checked without training, and print the numbers that follow from a config.
+
+    femto validate RECIPE --config CONFIG [key=value …] [--show N] [--deep] [--json]
+
+RECIPE, CONFIG and key=value are those of `femto run`, and so are the faults: one `error:` line each, exit code 2. Raw
+data files are tokenized into the cache, where the run will find them.
+"""
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+
+from femto.parser import Parser
+from femto.run import load_recipe, locate_config, split
+from femto.shipped import find_recipe
+from femtolib.errors import FemtoError
+
+
+def main(argv: list[str]) -> int:
+    parser = Parser("femto validate", __doc__)
+    parser.add_argument("--config", metavar="CONFIG", type=Path, required=True, help="the config to check")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys to set on top of it")
+    parser.add_argument("--show", metavar="N", type=int, default=0, help="print the first N rows of training as text")
+    parser.add_argument("--deep", action="store_true", help="read all data and compare them with their digests")
+    parser.add_argument("--json", action="store_true", help="print the numbers as one JSON object, and nothing else")
+    if argv[:1] in ([], ["-h"], ["--help"]):
+        parser.print_help()
+        return 0
+    options, name, rest = split(argv)
+    path = find_recipe(name)
+    arguments = parser.parse_intermixed_args(locate_config(name, rest))
+    if options:
+        raise FemtoError(f"{name} runs in one process and takes no torchrun options: remove {' '.join(options)}")
+
+    # With --json, standard output is the object alone: what the checks have to say goes where errors go.
+    with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
+        from femtolib.config import load_config
+
+        config = load_config(load_recipe(path).Config, arguments.config, arguments.overrides)
+        numbers = _check_training(config, arguments.show, arguments.deep) if hasattr(config, "model") else {}
+    if arguments.json:
+        print(json.dumps({key: numbers.get(key) for key in ("parameters", "steps", "tokens_per_step", "parallel")}))
+    else:
+        print(f"{arguments.config}: no fault found")
+    return 0
+
+
+def _check_training(config, show: int, deep: bool) -> dict[str, int | None]:
+    """Ask what a training recipe asks before its first step, and print the answers; returns the numbers of --json."""
+    import torch
+
+    from femtolib.checks import check_inputs
+    from femtolib.config import resolved
+    from femtolib.data.sampler import StatefulDistributedSampler
+    from femtolib.data.token_dataset import TokenDataset
+    from femtolib.data.token_files import read_index, verify_digests
+    from femtolib.data.tokenize import prepare_tokens
+    from femtolib.device import choose_device
+    from femtolib.model import Decoder
+    from femtolib.output import decide_start
+    from femtolib.weights import load_weights
+
+    device = choose_device(config.device)
+    model_config = check_inputs(config.model, config.data, config.tokenizer)
+    with torch.device("meta"):
+        model = Decoder(model_config, torch.float32)
+    if config.model.weights == "load":
+        load_weights(model, config.model.path)  # into nothing: names and shapes are compared
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{parameters:,} parameters in {config.param_dtype}, computing in {config.dtype} on {device}")
+
+    data = config.data
+    datasets = {}
+    for key, paths in {"train": data.train, "validation": data.validation or []}.items():
+        if paths:
+            directories = prepare_tokens(
+                paths,
+                config.tokenizer,
+                text_key=data.text_key,
+                text_documents=data.text_documents,
+                on_bad_document=data.on_bad_document,
+            )
+            datasets[key] = TokenDataset(directories, rows=data.rows, seq_len=data.seq_len)
+            for directory in directories if deep else []:
+                verify_digests(directory, read_index(directory))
+            print(_describe(key, datasets[key]))
+    dataset = datasets["train"]
+    sampler = StatefulDistributedSampler(
+        len(dataset),
+        global_batch_size=config.global_batch_size,
+        micro_batch_size=config.micro_batch_size,
+        **({"epochs": config.epochs} if config.max_steps is None else {"steps": config.max_steps}),
+        seed=config.seed,
+        shuffle=data.shuffle,
+        tail=data.tail,
+    )
+    tokens_per_step = config.global_batch_size * data.seq_len
+    print(
+        f"{sampler.steps:,} steps of {config.global_batch_size} rows, {tokens_per_step:,} tokens, each in "
+        f"{sampler.micro_batches_per_step} micro-batches; {sampler.steps_per_epoch:,} steps an epoch, which leaves out "
+        f"{sampler.rows_dropped} rows"
+    )
+    identity = {"data": dataset.digest, "model": model_config.to_dict()}
+    start = decide_start(
+        config.output_dir, config.resume, config=resolved(config), identity=identity, steps=sampler.steps
+    )
+    if start.checkpoint:
+        print(f"{config.output_dir}: {'finished' if start.finished else 'goes on'} after step {start.step}")
+    if show:
+        _show_rows(dataset, sampler, show, document_mask=data.keeps_documents_apart())
+    return {"parameters": parameters, "steps": sampler.steps, "tokens_per_step": tokens_per_step, "parallel": None}
+
+
+def _describe(key: str, dataset) -> str:
+    left = f", {dataset.tokens_left_over:,} tokens left over" if dataset.tokens_left_over else ""
+    cut = f", {dataset.truncated:,} documents truncated" if dataset.truncated else ""
+    untrained = (
+        f", {dataset.rows_without_trained_tokens:,} rows train nothing" if dataset.rows_without_trained_tokens else ""
+    )
+    return (
+        f"data.{key}: {dataset.tokens:,} tokens in {dataset.documents:,} documents make {len(dataset):,} rows of "
+        f"{dataset.seq_len}{left}{cut}{untrained}"
+    )
+
+
+def _show_rows(dataset, sampler, count: int, *, document_mask: bool) -> None:
+    """Print the first rows that training would get; tokens that it would be trained to predict stand in ⟦ ⟧."""
+    from itertools import groupby, islice
+
+    from femtolib.data.loader import NOT_TRAINED, make_loader
+    from femtolib.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(dataset.tokenizer_directory)
+    batches = make_loader(dataset, sampler, document_mask=document_mask)
+    rows = (row for batch in batches for row in zip(batch.rows, batch.labels.tolist(), strict=False))
+    for index, labels in islice(rows, count):
+        tokens = dataset[index].tokens.tolist()
+        trained = [False] + [label != NOT_TRAINED for label in labels]
+        print(f"row {index}: {len(tokens)} tokens, {sum(trained)} trained")
+        for is_trained, span in groupby(zip(tokens, trained, strict=False), key=lambda pair: pair[1]):
+            text = tokenizer.decode([token for token, _ in span])
+            print(f"⟦{text}⟧" if is_trained else text, end="")
+        print()
