@@ -33,6 +33,9 @@ def main(argv: list[str]) -> int:
     if options:
         raise FemtoError(f"{name} runs in one process and takes no torchrun options: remove {' '.join(options)}")
 
+    if arguments.show < 0:
+        raise FemtoError(f"--show {arguments.show}: should be a number of rows, 0 or more")
+
     # With --json, standard output is the object alone: what the checks have to say goes where errors go.
     with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
         from femtolib.config import load_config

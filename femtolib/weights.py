@@ -84,7 +84,7 @@ def _local_pieces(parameter: torch.Tensor) -> list[tuple[tuple[int, ...], torch.
 
 @torch.no_grad()
 def load_weights(model: Decoder, directory: Path) -> None:
-    """Fill a materialized model from a Hugging Face directory, cast to the dtypes of its parameters.
+    """Fill a model from a Hugging Face directory, cast to the dtypes of its parameters; on meta, only check it.
 
     Two rules are lenient: `*.rotary_emb.inv_freq` is passed over, and of a tied pair either name will do, or both if
     they are equal. Otherwise names and shapes must match exactly; raises FemtoError with the first ten that do not and
@@ -118,7 +118,7 @@ def load_weights(model: Decoder, directory: Path) -> None:
             for name in names:
                 stored = file.get_slice(stored_as[name])
                 for offsets, piece in _local_pieces(parameters[name]):
-                    if piece.numel():
+                    if piece.numel() and not piece.is_meta:
                         place = tuple(slice(o, o + n) for o, n in zip(offsets, piece.shape, strict=True))
                         piece.copy_(stored[place])
 
