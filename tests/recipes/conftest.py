@@ -185,9 +185,9 @@ def train(weights: dict[str, torch.Tensor], config: dict, batches: Sequence[Sequ
         loss = loss / tokens
         gradients = dict(zip(weights, torch.autograd.grad(loss, weights.values()), strict=True))
         norm = torch.sqrt(sum(gradient.pow(2).sum() for gradient in gradients.values()))
-        trace.losses.append(float(loss))
-        trace.grad_norms.append(float(norm))
-        scale = 1.0 if max_norm is None else min(1.0, max_norm / (float(norm) + 1e-6))  # as torch's clip_grad_norm_
+        trace.losses.append(loss.item())
+        trace.grad_norms.append(norm.item())
+        scale = 1.0 if max_norm is None else min(1.0, max_norm / (norm.item() + 1e-6))  # as torch's clip_grad_norm_
         updates += 1
         with torch.no_grad():
             for name, weight in weights.items():

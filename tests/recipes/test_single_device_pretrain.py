@@ -366,6 +366,7 @@ def test_bfloat16_computes_in_bfloat16_and_stores_in_float32(run, reference, cha
     # torchtune#2254: norm weights never move when an update of less than half a spacing is rounded away.
     half = {"dtype": "bfloat16", "param_dtype": "float32", "export": {"dtype": "bfloat16"}}
     changes = {"optimizer": {"name": "adamw", "lr": 1e-3}, "schedule": {"name": "constant"}, "max_steps": 50}
+    changes |= {"global_batch_size": 4, "micro_batch_size": 4}
     full = run(changed(config, {**changes, "dtype": "float32", "param_dtype": "float32"}))
     ours = run(changed(config, {**changes, **half, "export": {"dtype": None}}))
     assert ours.exit_code == 0, ours
@@ -385,20 +386,59 @@ def test_bfloat16_computes_in_bfloat16_and_stores_in_float32(run, reference, cha
     assert "bfloat16" in (exported.output / "model/config.json").read_text()
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(run, changed, config):
-    explosive = {"optimizer": {"name": "sgd", "lr": 1e30}, "max_grad_norm": None, "schedule": {"name": "constant"},
-                 "dtype": "float32", "param_dtype": "float32", "checkpoint": {"every": 1},
-                 "log": {"digests": True}}  # fmt: skip
-    result = run(changed(config, explosive))
-    assert result.exit_code == 1 and len(result.errors) == 1 and "finite" in result.errors[0], result
-    assert "Traceback" not in result.stderr
+@pytest.fixture
+def explosive(changed, config) -> dict:
+    """SGD at a rate that leaves weights near the largest float32 after one update; a save after each."""
+    changes = {"optimizer": {"name": "sgd", "lr": 1e30}, "max_grad_norm": None, "schedule": {"name": "constant"}}
+    changes |= {"dtype": "float32", "param_dtype": "float32", "checkpoint": {"every": 1}}
+    return changed(config, changes)
+
+
+def assert_stopped(result, last: int) -> None:
+    """Ended by a number that is not finite, with `last` as the last step that was made, saved and logged."""
+    assert result.exit_code == 1 and len(result.errors) == 1 and "Traceback" not in result.stderr, result
+    assert "nan" in result.errors[0] or "inf" in result.errors[0] or "finite" in result.errors[0], result
+    assert result.lines()[-1] == {"event": "end", "step": last, "reason": "non_finite"}
+    assert result.column("step") == list(range(1, last + 1))
+    assert all(math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]) for line in result.lines("train"))
     assert not (result.output / "model").exists()
-    end = result.lines()[-1]
-    assert (end["event"], end["reason"]) == ("end", "non_finite")
-    trained = result.lines("train")
-    assert trained and all(math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]) for line in trained)
-    last = sorted((result.output / "checkpoints").iterdir())[-1]
-    assert last.name == f"step_{trained[-1]['step']:08d}"
+    saved = result.output / "checkpoints"
+    assert [p.name for p in saved.glob("*")] == ([f"step_{last:08d}"] if last else []), list(saved.glob("*"))
+
+
+def test_a_gradient_norm_that_is_not_finite_stops_the_run_before_the_update(run, explosive):
+    assert_stopped(run(explosive), last=1)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(run, reference, explosive, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    made = run({**explosive, "max_steps": 0})
+    path = made.output / "model/model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"][5, 5] = math.nan
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert_stopped(run({**explosive, "model": {"path": str(made.output / "model")}}), last=0)
+
+
+@pytest.mark.parametrize("every", [1, None])
+def test_weights_that_are_not_finite_are_never_published(run, changed, explosive, every):
+    # An eps of 0 in float32 makes 0/0 of every embedding that had no gradient: the update itself spoils the weights,
+    # after a loss and a gradient norm that were fine.
+    changes = {"optimizer": {"name": "adamw", "lr": 1e-3, "eps": 1e-60}, "checkpoint": {"every": every}, "max_steps": 1}
+    result = run(changed(explosive, changes))
+    assert result.exit_code == 1 and len(result.errors) == 1 and "finite" in result.errors[0], result
+    assert result.lines()[-1]["reason"] == "non_finite"
+    assert not (result.output / "model").exists() and not list((result.output / "checkpoints").glob("*"))
+
+
+def test_validation_rows_without_a_trained_token_have_no_loss(run, changed, config, write_tokens, tmp_path):
+    tokens = write_tokens(tmp_path / "validation", [[], [], [1, 2, 3]], vocab_size=320)
+    changes = {"data": {"validation": str(tokens)}, "max_steps": 1, "validation_max_rows": 2}
+    result = run(changed(config, changes))
+    assert result.exit_code == 0, result
+    (line,) = result.lines("validation")
+    assert (line["loss"], line["trained_tokens"]) == (None, 0)
 
 
 # ── The files of a run, and other tools ───────────────────────────────────────────────────────────────────────────────
@@ -538,3 +578,28 @@ def test_loader_workers_change_nothing(run, changed, config):
     assert helped.exit_code == 0, helped
     for key in ("loss", "grad_norm", "ledger", "consumed_rows"):
         assert alone.column(key) == helped.column(key)
+
+
+def test_the_profiler_writes_a_trace(run, changed, config):
+    result = run(changed(config, {"max_steps": 4, "profile": {"start": 2, "steps": 2}}))
+    assert result.exit_code == 0, result
+    (trace,) = (result.output / "profile").iterdir()
+    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert any("scaled_dot_product" in str(name) for name in names)
+
+
+def test_tensorboard_gets_the_losses(run, changed, config):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    result = run(changed(config, {"max_steps": 4, "log": {"tensorboard": True, "every": 2}}))
+    assert result.exit_code == 0, result
+    (file,) = result.output.rglob("events.out.tfevents*")
+    events = accumulator.EventAccumulator(str(file.parent)).Reload()
+    (tag,) = [tag for tag in events.Tags()["scalars"] if "loss" in tag]
+    seen = {event.step: event.value for event in events.Scalars(tag)}
+    assert seen.keys() == {2, 4} and seen[4] == pytest.approx(result.column("loss")[3], rel=1e-6)
+
+
+def test_a_warmup_longer_than_the_run_is_told(run, changed, config):
+    result = run(changed(config, {"max_steps": 2, "schedule": {"warmup_steps": 30}}))
+    assert result.exit_code == 0 and "warmup_steps" in result.stdout + result.stderr, result
+    assert result.column("lr") == [0.1 * 1 / 30, 0.1 * 2 / 30]
