@@ -237,6 +237,7 @@ def save_model(
         for file in tokenizer_files:
             shutil.copyfile(file, partial / file.name)
         for file in partial.iterdir():
+            shutil.copymode(partial / "config.json", file)  # safetensors makes files that their owner alone may read
             _sync(file)
         _sync(partial)
         _replace(directory, partial)
