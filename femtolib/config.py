@@ -8,9 +8,11 @@ share stand in `sections.py`.
 
 import difflib
 import json
+import os
 import re
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -62,9 +64,9 @@ def _one_or_several(value: Any) -> Any:
 
 def _existing(text: str, info: ValidationInfo) -> Path:
     """Looked for from the current directory, then from the folder of the config file."""
-    tried = [Path.cwd() / Path(text).expanduser(), _folder(info) / Path(text).expanduser()]
+    tried = [Path.cwd() / _path(text), _folder(info) / _path(text)]
     for path in tried:
-        if path.exists():
+        if os.path.exists(path):  # Path.exists raises for a name that is too long or a folder that may not be read
             return path.resolve()
     raise ValueError("no such file or directory" + _not_found_in(tried))
 
@@ -74,7 +76,9 @@ def _existing_path(value: Any, info: ValidationInfo) -> Any:
 
 
 def _path_or_word(value: Any, info: ValidationInfo) -> Any:
-    return value if value in ("auto", "never", "must") else _existing_path(value, info)
+    if not isinstance(value, str):  # here, where it is one fault; the union would find two
+        raise ValueError("should be auto, never, must or the path of a checkpoint")
+    return value if value in ("auto", "never", "must") else _existing(value, info)
 
 
 def _builtin_or_path(value: Any, info: ValidationInfo) -> Any:
@@ -84,7 +88,7 @@ def _builtin_or_path(value: Any, info: ValidationInfo) -> Any:
 def _existing_pattern(value: Any, info: ValidationInfo) -> Any:
     if not isinstance(value, str) or not re.search(r"[*?\[]", value):
         return _builtin_or_path(value, info)
-    tried = [Path.cwd() / Path(value).expanduser(), _folder(info) / Path(value).expanduser()]
+    tried = [Path.cwd() / _path(value), _folder(info) / _path(value)]
     for pattern in tried:
         if any(Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))):
             return str(pattern)
@@ -92,7 +96,16 @@ def _existing_pattern(value: Any, info: ValidationInfo) -> Any:
 
 
 def _absolute(value: Any) -> Any:
-    return Path.cwd() / Path(value).expanduser() if isinstance(value, str) and value else value
+    return Path.cwd() / _path(value) if isinstance(value, str) else value
+
+
+def _path(text: str) -> Path:
+    if not text or "\0" in text:
+        raise ValueError("should be a path")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError("no such user") from None
 
 
 def _folder(info: ValidationInfo) -> Path:
@@ -103,7 +116,8 @@ def _not_found_in(tried: list[Path]) -> str:
     return f" (looked for {' and '.join(dict.fromkeys(map(str, tried)))})"
 
 
-Integer = Annotated[int, BeforeValidator(_whole_number)]
+# What an int64 holds: beyond it torch and numpy fail each in their own way, with a traceback.
+Integer = Annotated[int, BeforeValidator(_whole_number), Field(gt=-(2**63), lt=2**63)]
 Count = Annotated[Integer, Field(ge=0)]
 PositiveInteger = Annotated[Integer, Field(ge=1)]
 ExistingPath = Annotated[Path, BeforeValidator(_existing_path)]
@@ -122,19 +136,26 @@ OutputPath = Annotated[Path, BeforeValidator(_absolute)]
 def load_config(model: type[ConfigType], path: Path, overrides: typing.Sequence[str] = ()) -> ConfigType:
     """Read `path`, apply `key=value` overrides, check everything; raises FemtoError with one line for each fault."""
     raw = _read(path)
+    faults = raw.faults
     for override in overrides:
-        _apply_override(raw, override)
+        try:
+            _apply_override(raw, override)
+        except FemtoError as error:
+            faults += error.faults
     try:
-        return model.model_validate(raw.values, context={"folder": path.resolve().parent})
+        config = model.model_validate(raw.values, context={"folder": path.resolve().parent})
     except ValidationError as error:
-        lines = [line for fault in error.errors() for line in _describe(fault, model, raw)]
-        raise FemtoError(*dict.fromkeys(lines)) from None
+        faults += [line for fault in error.errors() for line in _describe(fault, model, raw)]
+    if faults:
+        raise FemtoError(*dict.fromkeys(faults))
+    return config
 
 
 def dump_config(config: ConfigModel, command: str) -> str:
     """The resolved config as YAML that `load_config` reads back to the same values; its first line is `command`."""
     text = yaml.dump(resolved(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
-    return f"# {command}\n{text}"
+    comment = "\n".join(f"# {line}" for line in command.splitlines())
+    return f"{comment}\n{text}"
 
 
 def resolved(config: ConfigModel) -> dict[str, Any]:
@@ -164,11 +185,12 @@ def show(value: Any) -> str:
 
 @dataclass
 class _Raw:
-    """A config as read: its values, and for each dotted key where it was written."""
+    """A config as read: its values, for each dotted key where it was written, and the keys that stand twice."""
 
     path: Path
     values: dict[str, Any]
     where: dict[str, str] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
 
     def place(self, key: str) -> str:
         """Where `key`, or the nearest section around it, was written."""
@@ -190,7 +212,6 @@ def _scalars(style: type) -> type:
             r"[-+]?(?:(?:0|[1-9][0-9_]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
             list("-+0123456789."),
         ),
-        ("merge", r"<<", ["<"]),
     ]:
         style.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(f"^(?:{pattern})$"), first)
     return style
@@ -198,14 +219,28 @@ def _scalars(style: type) -> type:
 
 @_scalars
 class _Loader(yaml.SafeLoader):
+    """Reads mappings, lists and scalars as they stand. A key is text, whatever it looks like.
+
+    An alias may stand inside what it names, or multiply a small file into a huge one; a tag (`!!int`, `!!python/…`)
+    asks for another type, or a call. A config needs neither.
+    """
+
     def compose_node(self, parent, index):
-        # An alias may stand inside what it names, or multiply a small file into a huge one; a config needs neither.
-        if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
-            raise yaml.MarkedYAMLError(
-                problem="aliases (*name) are not read in a config", problem_mark=event.start_mark
-            )
-        return super().compose_node(parent, index)
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent):
+            raise _fault("aliases (*name) are not read in a config", event)
+        if event.tag:
+            raise _fault(f"tags ({event.tag.replace('tag:yaml.org,2002:', '!!')}) are not read in a config", event)
+        node = super().compose_node(parent, index)
+        if isinstance(parent, yaml.MappingNode) and index is None:
+            if not isinstance(node, yaml.ScalarNode):
+                raise _fault("a key should be a word", event)
+            node.tag = "tag:yaml.org,2002:str"
+        return node
+
+
+def _fault(problem: str, event: yaml.Event) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
 
 
 @_scalars
@@ -214,51 +249,59 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _parse(text: str, where: str) -> tuple[Any, yaml.Node | None]:
-    loader = _Loader(text)
+def _parse(text: str, at: Callable[[int], str]) -> tuple[Any, yaml.Node | None, list[str]]:
+    """The value that `text` is, its node, and a fault for each key that stands twice; `at` says where a line stands."""
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
-        if node is None:
-            return None, None
-        _refuse_duplicates(node, where)
-        return loader.construct_document(node), node
+        return loader.construct_document(node) if node else None, node, _duplicates(node, at)
     except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark and where.endswith((".yaml", ".yml")) else ""
-        raise FemtoError(f"{where}{line}: not readable as YAML: {error.problem or error}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise FemtoError(f"{where}: not readable as YAML: {str(error).splitlines()[0]}") from None
-    finally:
-        loader.dispose()
+        line, problem = (error.problem_mark or error.context_mark).line + 1, error.problem or error.context
+    except yaml.reader.ReaderError as error:
+        line, problem = text.count("\n", 0, error.position) + 1, f"it has the character {chr(error.character)!r}"
+    except RecursionError:
+        line, problem = 1, "it is nested too deeply"
+    except ValueError:  # Python reads no integer of more than 4,300 digits
+        line, problem = 1, "it has a number too long to be read"
+    raise FemtoError(f"{at(line)}: not readable as YAML: {problem}")
 
 
-def _refuse_duplicates(node: yaml.Node, where: str) -> None:
-    children = [value for _, value in node.value] if isinstance(node, yaml.MappingNode) else node.value
-    if isinstance(node, yaml.ScalarNode):
-        return
+def _duplicates(node: yaml.Node | None, at: Callable[[int], str]) -> list[str]:
+    faults: list[str] = []
     if isinstance(node, yaml.MappingNode):
         seen: dict[str, int] = {}
-        for key, _ in node.value:
+        for key, value in node.value:
+            line = key.start_mark.line + 1
             if key.value in seen:
-                line = key.start_mark.line + 1
-                raise FemtoError(f"{where}:{line}: key {key.value!r} stands twice (first on line {seen[key.value]})")
-            seen[str(key.value)] = key.start_mark.line + 1
-    for child in children:
-        _refuse_duplicates(child, where)
+                faults.append(f"{at(line)}: key {key.value!r} stands twice (first in line {seen[key.value]})")
+            seen.setdefault(key.value, line)
+            faults += _duplicates(value, at)
+    elif isinstance(node, yaml.SequenceNode):
+        faults += [fault for item in node.value for fault in _duplicates(item, at)]
+    return faults
+
+
+_LARGEST = 1_000_000  # bytes; the reader takes some 10 s for more, and it is a data file taken for a config
 
 
 def _read(path: Path) -> _Raw:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with path.open("rb") as file:
+            content = file.read(_LARGEST + 1)
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise FemtoError(f"{path}: not UTF-8 text (byte {error.start})") from None
+        line = content.count(b"\n", 0, error.start) + 1
+        raise FemtoError(f"{path}:{line}: not UTF-8 text (byte {error.start} of the file)") from None
     except OSError as error:
         raise FemtoError(f"{path}: cannot read this config: {error.strerror}") from None
-    values, node = _parse(text, str(path))
+    if len(content) > _LARGEST:
+        raise FemtoError(f"{path}: longer than {_LARGEST:,} bytes: no config is")
+    values, node, duplicates = _parse(text, lambda line: f"{path}:{line}")
     if values is None:
         values = {}
     if not isinstance(values, dict):
         raise FemtoError(f"{path}: a config is a mapping of keys to values, not {show(values)}")
-    raw = _Raw(path, values)
+    raw = _Raw(path, values, faults=duplicates)
     if isinstance(node, yaml.MappingNode):
         _note_lines(node, "", raw)
     return raw
@@ -274,15 +317,20 @@ def _note_lines(node: yaml.MappingNode, prefix: str, raw: _Raw) -> None:
 
 def _apply_override(raw: _Raw, override: str) -> None:
     key, equals, text = override.partition("=")
+    where = f"override {show(override)}"
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", key):
-        raise FemtoError(f"override {override!r}: write key=value, for example optimizer.lr=1e-4")
-    value, _ = _parse(text, f"override {override!r}")
+        raise FemtoError(f"{where}: write key=value, for example optimizer.lr=1e-4")
+    value, _, duplicates = _parse(text, lambda line: where)
+    raw.faults += duplicates
     *sections, name = key.split(".")
     target = raw.values
-    for section in sections:
-        if not isinstance(target.get(section), dict):  # null, missing, or a value that the key's own check will name
+    for depth, section in enumerate(sections, 1):
+        if target.get(section) is None:
             target[section] = {}
+            raw.where[".".join(sections[:depth])] = "command line"
         target = target[section]
+        if not isinstance(target, dict):
+            raise FemtoError(f"{where}: {'.'.join(sections[:depth])} is {show(target)}, not a section of keys")
     target[name] = value
     raw.where = {known: place for known, place in raw.where.items() if not known.startswith(f"{key}.")}
     raw.where[key] = "command line"
@@ -299,9 +347,12 @@ def _describe(fault: dict[str, Any], model: type[ConfigModel], raw: _Raw) -> lis
         return [f"{place}: unknown key {key!r}{_nearest(key, model)}"]
     if kind == "missing":
         return [f"{raw.path}: key {key!r} is missing: {_description(key, model)}"]
+    if kind == "value_error" and isinstance(value, list | dict | ConfigModel):  # of a section: lines name its keys
+        lines = str(limits["error"]).splitlines()
+        keys = [f"{key}.{_first_name(line)}".lstrip(".") for line in lines]
+        return [f"{raw.place(k)}: {key + ': ' if key else ''}{line}" for k, line in zip(keys, lines, strict=True)]
     if kind == "value_error":
-        got = f", got {show(value)}" if key and not isinstance(value, list | dict | ConfigModel) else ""
-        return [f"{place}: {key + ': ' if key else ''}{line}{got}" for line in str(limits["error"]).splitlines()]
+        return [f"{place}: {key}: {limits['error']}, got {show(value)}"]
     wanted = {
         "int_type": "should be a whole number",
         "int_from_float": "should be a whole number",
@@ -318,11 +369,16 @@ def _describe(fault: dict[str, Any], model: type[ConfigModel], raw: _Raw) -> lis
         "greater_than_equal": f"should be at least {limits.get('ge')}",
         "less_than": f"should be below {limits.get('lt')}",
         "less_than_equal": f"should be at most {limits.get('le')}",
-        "is_instance_of": "should be text",
+        "is_instance_of": "should be a path",
         "path_type": "should be a path",
     }.get(kind, fault["msg"][0].lower() + fault["msg"][1:])
     hint = " (quote it if it is text)" if kind == "string_type" and isinstance(value, int | float) else ""
     return [f"{place}: {key}: {wanted}, got {show(value)}{hint}"]
+
+
+def _first_name(line: str) -> str:
+    """The key that a fault found by a section itself is about, if it opens with one."""
+    return re.sub(r"^unknown key '|\W.*", "", line)
 
 
 def _dotted(location: tuple[str | int, ...], model: type[ConfigModel]) -> str:
@@ -339,13 +395,18 @@ def _dotted(location: tuple[str | int, ...], model: type[ConfigModel]) -> str:
 
 
 def _nearest(key: str, model: type[ConfigModel]) -> str:
+    """Advice: the key of the same name in another section, else the closest name in this one, else in any."""
     known = [name for name, _ in _leaves(model)] + [name for name, _ in _sections(model)]
-    same_name = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
-    close = same_name or difflib.get_close_matches(key, known, 1, 0.6)
-    if not close:  # a slip in the last name, in whatever section it belongs
-        by_last = {name.rpartition(".")[2]: name for name in known}
-        close = [by_last[name] for name in difflib.get_close_matches(key.rpartition(".")[2], by_last, 1, 0.7)]
-    return f"; did you mean {close[0]!r}?" if close else "; `femto run RECIPE --help` lists the keys"
+    if key in known:  # `optimizer.lr: 1` in a file
+        section, _, name = key.rpartition(".")
+        return f"; in a file, write {name!r} below {section + ':'!r}"
+    section, _, last = key.rpartition(".")
+    anywhere = {name.rpartition(".")[2]: name for name in known}
+    here = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
+    for names, likeness in ((anywhere, 1.0), (here, 0.6), (anywhere, 0.7)):
+        if close := difflib.get_close_matches(last.lower(), names, 1, likeness):
+            return f"; did you mean {names[close[0]]!r}?"
+    return "; `femto run RECIPE --help` lists the keys"
 
 
 def _description(key: str, model: type[ConfigModel]) -> str:
