@@ -6,7 +6,15 @@ today stays valid: any value but its default is refused with that reason.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from femtolib.config import (
     BuiltinOrPath,
@@ -24,6 +32,12 @@ from femtolib.errors import FemtoError
 from femtolib.model_config import ModelConfig
 
 # ── Checks of one key against another ─────────────────────────────────────────────────────────────────────────────────
+
+
+def _no_float16(value: Any) -> Any:
+    if value == "float16":
+        raise ValueError("only data_parallel_pretrain scales the loss as float16 needs it; use bfloat16")
+    return value
 
 
 def _fits_dtype(value: str, info: ValidationInfo) -> str:
@@ -44,12 +58,20 @@ def _one_of_two(value: int | None, info: ValidationInfo) -> int | None:
 OutputDir = Annotated[OutputPath, Field(description="folder that the run writes: config, metrics, checkpoints, model")]
 Seed = Annotated[Integer, Field(ge=0, lt=2**63, description="decides the initial weights and the order of the rows")]
 Device = Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto: cuda where there is one")]
-Threads = Annotated[PositiveInteger | None, Field(description="CPU threads of a process (null: torch's choice)")]
+# At most 1,024: libgomp ends the process where it cannot have its threads.
+Threads = Annotated[
+    Annotated[PositiveInteger, Field(le=1024)] | None,
+    Field(description="CPU threads of a process (null: torch's choice)"),
+]
 Deterministic = Annotated[bool, Field(description="only deterministic kernels; on a GPU needed for bit-equal resume")]
 Resume = Annotated[
     ResumeFrom, Field(description="auto continues a run found in output_dir; never; must; or the path of a checkpoint")
 ]
-ComputeDtype = Annotated[Literal["float32", "bfloat16", "float64"], Field(description="what the model computes in")]
+ComputeDtype = Annotated[
+    Literal["float32", "bfloat16", "float64"],
+    BeforeValidator(_no_float16),
+    Field(description="what the model computes in"),
+]
 ParamDtype = Annotated[
     Literal["float32", "float64"],
     AfterValidator(_fits_dtype),
@@ -96,7 +118,7 @@ class ModelSection(ConfigModel):
             raise ValueError(f"no config.json in {self.path}")
         if inline:
             try:
-                ModelConfig.from_dict(inline, "model", inline=True)
+                ModelConfig.from_dict(inline, "", inline=True)
             except FemtoError as error:
                 raise ValueError(str(error)) from None
             self.weights = "random"
@@ -170,7 +192,7 @@ class ScheduleSection(ConfigModel):
     @field_validator("decay_steps")
     @classmethod
     def _with_wsd(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if (value is None) == (info.data.get("name") == "wsd"):
+        if "name" in info.data and (value is None) == (info.data["name"] == "wsd"):
             raise ValueError("needed with name: wsd" if value is None else "goes with name: wsd alone")
         return value
 
