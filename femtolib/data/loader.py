@@ -191,5 +191,5 @@ def _kill_workers() -> None:
 def _positions(document_ids: np.ndarray) -> np.ndarray:
     """Positions that restart wherever document_ids [rows, sequence] change; padding counts from 0 too."""
     places = np.broadcast_to(np.arange(document_ids.shape[1]), document_ids.shape)
-    begins = np.diff(document_ids, axis=1, prepend=-2) != 0
+    begins = np.diff(document_ids, axis=1, prepend=-1) != 0
     return places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)

@@ -119,7 +119,7 @@ class StatefulDistributedSampler:
     def consumed_rows_after(self, step: int) -> int:
         """`consumed_rows` after so many steps of the run."""
         epochs, steps = divmod(step, self.steps_per_epoch)
-        return epochs * self.rows_per_epoch + min(steps * self.global_batch_size, self.rows_per_epoch)
+        return epochs * self.rows_per_epoch + steps * self.global_batch_size
 
     def epoch_of(self, update: int) -> int:
         """The epoch, from 0, that update `update`, from 0, belongs to."""

@@ -168,6 +168,23 @@ def test_each_layout_adds_up_to_the_same_tokens_and_digest(uneven_tokens, tail):
     assert [rows for _, _, rows in layouts[0]] == ([10] * 6 if tail == "drop" else [10, 10, 10, 7, 10, 10])
 
 
+def test_workers_read_so_many_batches_ahead_and_no_more(dataset):
+    class Recorder(StatefulDistributedSampler):
+        asked = 0
+
+        def __iter__(self):
+            for slots in super().__iter__():
+                self.asked += 1
+                yield slots
+
+    sampler = Recorder(len(dataset), global_batch_size=1, micro_batch_size=1, steps=40)
+    batches = iter(make_loader(dataset, sampler, document_mask=False, num_workers=2, prefetch=3))
+    for delivered in range(1, 6):
+        next(batches)
+        assert sampler.asked == delivered + 6
+    assert sampler.consumed_rows == 0
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_fault_in_a_worker_arrives_as_it_is(write_tokens, tmp_path, num_workers):
     directory = write_tokens(tmp_path / "tokens", [[1, 2, 3]] * 40, vocab_size=10, shards=2)
@@ -212,11 +229,11 @@ from femtolib.data.loader import make_loader
 from femtolib.data.sampler import StatefulDistributedSampler
 from femtolib.data.token_dataset import TokenDataset
 
-for number in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, signal.SIG_IGN)
 dataset = TokenDataset([Path(sys.argv[1])], rows="stream", seq_len=32)
 sampler = StatefulDistributedSampler(len(dataset), global_batch_size=1, micro_batch_size=1, steps=60)
 batches = iter(make_loader(dataset, sampler, document_mask=False, num_workers=2))
+for number in (signal.SIGTERM, signal.SIGINT):  # only now, or the workers would have it from here
+    signal.signal(number, signal.SIG_IGN)
 for step, batch in enumerate(batches):
     print(step, flush=True)
     time.sleep(0.02)
