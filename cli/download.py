@@ -11,7 +11,8 @@ import glob
 import os
 import shutil
 import signal
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from collections.abc import Iterable
+from pathlib import Path, PureWindowsPath
 
 from femto.parser import Parser
 from femtolib.errors import FemtoError, RunFailed
@@ -22,6 +23,8 @@ NOT_READ = [
     "*.msgpack", "*.ot", "*.tflite", "*.mlmodel", "*.nemo", "*.onnx", "*.onnx_data",
     "original/*", "metal/*", "onnx/*", "openvino/*", "coreml/*", "consolidated*.safetensors",
 ]  # fmt: skip
+
+Sizes = dict[str, int | None]  # file name → bytes, where the hub says how many
 
 
 def main(argv: list[str]) -> int:
@@ -42,7 +45,7 @@ def main(argv: list[str]) -> int:
     except Exception as error:  # whatever the network brings; a traceback could show the request and its token
         raise _explained(error, arguments.repo_id, arguments.revision, output) from None
 
-    print(f"{arguments.repo_id}: {len(sizes)} files, {_gigabytes(sum(sizes.values()))}, are in {output}")
+    print(f"{arguments.repo_id}: {len(sizes)} files, {_gigabytes(_total(sizes.values()))}, are in {output}")
     if left_out:
         print(f"left out, as femto does not read them: {', '.join(left_out[:5])}{' …' if len(left_out) > 5 else ''}")
     if not any(name.endswith(".safetensors") for name in sizes):
@@ -51,8 +54,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _download(repo_id: str, revision: str | None, output: Path, ignore: list[str]) -> tuple[dict[str, int], list[str]]:
-    """Fetch all but what `ignore` matches; returns the size in bytes of each file fetched, and the names left out."""
+def _download(repo_id: str, revision: str | None, output: Path, ignore: list[str]) -> tuple[Sizes, list[str]]:
+    """Fetch all but what `ignore` matches; returns the files fetched, and the names of those left out."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.utils import filter_repo_objects, logging
 
@@ -61,10 +64,10 @@ def _download(repo_id: str, revision: str | None, output: Path, ignore: list[str
     listing = HfApi().model_info(repo_id, revision=revision, files_metadata=True)
     if listing.gated:  # anyone may list such a repository
         HfApi().auth_check(repo_id)
-    sizes = {file.rfilename: file.size or 0 for file in listing.siblings or []}
+    sizes = {file.rfilename: file.size for file in listing.siblings or []}
     for name in sizes:
-        if not _stays_inside(name):
-            raise RunFailed(f"{repo_id} lists a file {name!r}, which would lie outside {output}; nothing was fetched")
+        if not _is_plain(name):
+            raise RunFailed(f"{repo_id} lists a file {name!r}, which is no plain relative path; nothing was fetched")
     wanted = {name: sizes[name] for name in filter_repo_objects(sizes, ignore_patterns=ignore or None)}
     if not wanted:
         raise FemtoError(f"{repo_id} has no file that --ignore-patterns leaves: it holds {', '.join(sizes) or 'none'}")
@@ -76,8 +79,8 @@ def _download(repo_id: str, revision: str | None, output: Path, ignore: list[str
     signal.signal(signal.SIGINT, lambda *_: _abandon(output))
     snapshot_download(repo_id, revision=listing.sha, local_dir=output, allow_patterns=exact)
     for name, size in wanted.items():
-        found = (output / name).stat().st_size if (output / name).is_file() else 0
-        if found != size:
+        found = (output / name).stat().st_size
+        if size is not None and found != size:
             raise RunFailed(f"{output / name} has {found} bytes, not {size}; delete it and run the same command again")
     return wanted, [name for name in sizes if name not in wanted]
 
@@ -89,13 +92,13 @@ def _abandon(output: Path) -> None:
     os._exit(1)
 
 
-def _stays_inside(name: str) -> bool:
-    """Whether a file name from the hub is a plain relative path, on this system and on others."""
-    windows = PureWindowsPath(name)
-    return not (windows.drive or windows.root or ".." in windows.parts or "\0" in name or not PurePosixPath(name).parts)
+def _is_plain(name: str) -> bool:
+    """Whether a file name from the hub stays inside the folder, on this system and on others, and can be printed."""
+    windows = PureWindowsPath(name)  # it parts names at / and at \
+    return bool(windows.parts) and not (windows.drive or windows.root or ".." in windows.parts) and name.isprintable()
 
 
-def _refuse_foreign_files(output: Path, names: dict[str, int]) -> None:
+def _refuse_foreign_files(output: Path, names: Sizes) -> None:
     """FemtoError if `output` holds a file that is not from an earlier download of these `names`.
 
     It could be overwritten, or, left from another model, be read as a part of this one.
@@ -109,8 +112,8 @@ def _refuse_foreign_files(output: Path, names: dict[str, int]) -> None:
             raise FemtoError(f"{path} is not from this download; choose an empty --output-dir, or move it away")
 
 
-def _refuse_too_little_space(output: Path, wanted: dict[str, int]) -> None:
-    missing = sum(size for name, size in wanted.items() if not (output / name).exists())
+def _refuse_too_little_space(output: Path, wanted: Sizes) -> None:
+    missing = _total(size for name, size in wanted.items() if not (output / name).exists())
     folder = next(folder for folder in [output.absolute(), *output.absolute().parents] if folder.exists())
     free = shutil.disk_usage(folder).free
     if missing > free:
@@ -150,5 +153,9 @@ def _explained(error: Exception, repo_id: str, revision: str | None, output: Pat
     )
 
 
-def _gigabytes(count: int) -> str:
-    return f"{count / 1e9:,.2f} GB" if count >= 1e7 else f"{count / 1e6:,.2f} MB"
+def _total(sizes: Iterable[int | None]) -> int:
+    return sum(size or 0 for size in sizes)
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:,.2f} GB" if size >= 1e7 else f"{size / 1e6:,.2f} MB"

@@ -34,8 +34,7 @@ def main(argv: list[str]) -> int:
     recipe = load_recipe(path)
     if getattr(recipe, "LAUNCH", "single") == "distributed":
         raise FemtoError(f"{name} has LAUNCH = 'distributed', and this version runs recipes in one process only")
-    if options:
-        raise FemtoError(f"{name} runs in one process and takes no torchrun options: remove {' '.join(options)}")
+    refuse_options(name, options)
     from femtolib.command import run_recipe
 
     return run_recipe(recipe.Config, recipe.main, arguments, doc=recipe.__doc__, prog=f"femto run {name}")
@@ -58,6 +57,12 @@ def split(argv: list[str]) -> tuple[list[str], str, list[str]]:
 
 def _refuse(message: str) -> NoReturn:
     raise FemtoError(f"{message}; only torchrun's options stand before RECIPE: femto run RECIPE --config CONFIG")
+
+
+def refuse_options(name: str, options: list[str]) -> None:
+    """FemtoError if a recipe that runs in one process was given torchrun options."""
+    if options:
+        raise FemtoError(f"{name} runs in one process and takes no torchrun options: remove {' '.join(options)}")
 
 
 def load_recipe(path: Path) -> ModuleType:

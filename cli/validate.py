@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from femto.parser import Parser
-from femto.run import load_recipe, locate_config, split
+from femto.run import load_recipe, locate_config, refuse_options, split
 from femto.shipped import find_recipe
 from femtolib.errors import FemtoError
 
@@ -30,9 +30,7 @@ def main(argv: list[str]) -> int:
     options, name, rest = split(argv)
     path = find_recipe(name)
     arguments = parser.parse_intermixed_args(locate_config(name, rest))
-    if options:
-        raise FemtoError(f"{name} runs in one process and takes no torchrun options: remove {' '.join(options)}")
-
+    refuse_options(name, options)
     if arguments.show < 0:
         raise FemtoError(f"--show {arguments.show}: should be a number of rows, 0 or more")
 
@@ -41,7 +39,8 @@ def main(argv: list[str]) -> int:
         from femtolib.config import load_config
 
         config = load_config(load_recipe(path).Config, arguments.config, arguments.overrides)
-        numbers = _check_training(config, arguments.show, arguments.deep) if hasattr(config, "model") else {}
+        trains = all(hasattr(config, key) for key in ("model", "data", "global_batch_size"))
+        numbers = _check_training(config, arguments.show, arguments.deep) if trains else {}
     if arguments.json:
         print(json.dumps({key: numbers.get(key) for key in ("parameters", "steps", "tokens_per_step", "parallel")}))
     else:
@@ -51,6 +50,8 @@ def main(argv: list[str]) -> int:
 
 def _check_training(config, show: int, deep: bool) -> dict[str, int | None]:
     """Ask what a training recipe asks before its first step, and print the answers; returns the numbers of --json."""
+    from dataclasses import asdict
+
     import torch
 
     from femtolib.checks import check_inputs
@@ -104,7 +105,7 @@ def _check_training(config, show: int, deep: bool) -> dict[str, int | None]:
         f"{sampler.micro_batches_per_step} micro-batches; {sampler.steps_per_epoch:,} steps an epoch, which leaves out "
         f"{sampler.rows_dropped} rows"
     )
-    identity = {"data": dataset.digest, "model": model_config.to_dict()}
+    identity = {"data": dataset.digest, "model": asdict(model_config)}
     start = decide_start(
         config.output_dir, config.resume, config=resolved(config), identity=identity, steps=sampler.steps
     )

@@ -265,7 +265,9 @@ def test_a_file_of_another_size_than_the_hub_says_is_not_a_success(download, tmp
     assert "model/model.safetensors has 3 bytes, not 102400" in only_error(ended)
 
 
-@pytest.mark.parametrize("name", ["../escaped", "a/../../escaped", "/tmp/escaped", "..\\escaped", "C:\\escaped", ""])
+@pytest.mark.parametrize(
+    "name", ["../escaped", "a/../../escaped", "/tmp/escaped", "..\\escaped", "C:\\escaped", "", "\x1b[2J"]
+)
 def test_no_file_name_of_the_hub_leaves_the_folder(download, hub, tmp_path, name):
     hub.files[name] = b"hostile"
     ended = download("who/model")
