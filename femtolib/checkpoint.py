@@ -62,9 +62,13 @@ def prune_checkpoints(folder: Path, keep_last: int | None) -> None:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in `folder`, lowest step first; other names and incomplete folders are passed over."""
+    """The checkpoints in `folder`, lowest step first; other names, and folders without a manifest, are passed over.
+
+    A folder with a manifest was whole when it was published. What has damaged it since is for `read_state` to say: to
+    pass it over would be to train on from an older one without a word.
+    """
     steps = {int(match[1]): path for path in folder.glob("step_*") if (match := _STEP_NAME.fullmatch(path.name))}
-    return [steps[step] for step in sorted(steps) if _incomplete(steps[step]) is None]
+    return [steps[step] for step in sorted(steps) if (steps[step] / "manifest.json").is_file()]
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -244,6 +248,9 @@ def _sha256(path: Path) -> str:
 def _reason(error: Exception) -> str:
     """The operating system's word inside what DCP wraps around it."""
     inner = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-    if isinstance(inner, OSError) and inner.errno is not None:
-        return os.strerror(inner.errno)
+    cause: BaseException | None = inner
+    while cause is not None:  # torch's archive writer raises anew while it closes, with the true cause as its context
+        if isinstance(cause, OSError) and cause.errno is not None:
+            return os.strerror(cause.errno)
+        cause = cause.__cause__ or cause.__context__
     return str(inner).splitlines()[0] if str(inner) else type(inner).__name__

@@ -7,7 +7,7 @@ anything else is refused, because a resumed run claims to be the run that it con
 import fcntl
 import shlex
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,33 +32,33 @@ _FIXED = ("seed", "data", "global_batch_size", "param_dtype", "optimizer.name")
 
 @dataclass
 class Start:
-    """Where a run begins: a checkpoint to load, or neither (step 0). `finished`: nothing is left to do."""
+    """Where a run begins: at step 0, or from a checkpoint with its state. `finished`: nothing is left to do."""
 
     checkpoint: Path | None = None
     state: dict[str, Any] | None = None
     finished: bool = False
+    lock: IO[bytes] | None = None
 
     @property
     def step(self) -> int:
         return self.state["step"] if self.state else 0
 
 
-def lock_output(output_dir: Path, seconds: float = 10) -> IO[bytes]:
-    """Make `output_dir` and take it for this process until it ends; raises FemtoError where another run has it."""
+def claim_output(
+    output_dir: Path, resume: str | Path, *, config: dict[str, Any], identity: dict[str, Any], steps: int
+) -> Start:
+    """Take `output_dir` for this process until `start.lock` is closed, and `decide_start`; raises FemtoError where it
+    may not be written or another run has it. A folder made for a run that is then refused is removed again."""
+    made = not output_dir.exists()
+    lock = _lock(output_dir)
     try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        lock = (output_dir / ".lock").open("wb")
-    except OSError as error:
-        raise FemtoError(f"output_dir: cannot write {output_dir}: {error.strerror}") from None
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise FemtoError(f"output_dir: {output_dir} is in use by another run; choose another one") from None
-            time.sleep(0.2)
+        start = decide_start(output_dir, resume, config=config, identity=identity, steps=steps)
+    except FemtoError:
+        if made:
+            (output_dir / ".lock").unlink()
+            output_dir.rmdir()
+        raise
+    return replace(start, lock=lock)
 
 
 def decide_start(
@@ -104,6 +104,23 @@ def write_config(config: ConfigModel, recipe: str) -> str:
     temporary.write_text(dump_config(config, command), encoding="utf-8")
     temporary.replace(path)
     return command
+
+
+def _lock(output_dir: Path, seconds: float = 10) -> IO[bytes]:
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        lock = (output_dir / ".lock").open("wb")
+    except OSError as error:
+        raise FemtoError(f"output_dir: cannot write {output_dir}: {error.strerror}") from None
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise FemtoError(f"output_dir: {output_dir} is in use by another run; choose another one") from None
+            time.sleep(0.2)
 
 
 def _check_same_run(

@@ -12,6 +12,7 @@ edit first is the loss (section 6) and what a batch is made of (section 2).
 import math
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -35,7 +36,7 @@ from femtolib.metrics import LEDGER_START, JsonLines, Trackers, next_ledger, ten
 from femtolib.model import Decoder
 from femtolib.model_config import flops_per_token
 from femtolib.optim import build_optimizer, clip_gradients, make_room_for_state, set_learning_rate, training_tensors
-from femtolib.output import decide_start, lock_output, write_config
+from femtolib.output import claim_output, write_config
 from femtolib.schedule import learning_rate
 from femtolib.stop import StopRequest
 from femtolib.weights import initialize_weights, load_weights, save_model
@@ -142,9 +143,8 @@ def main(config: Config) -> int:
     # Tensors come from the checkpoint, everything else from its state.json. A changed config is refused where it would
     # change what is trained: a run that goes on must be the run that was stopped.
     output_dir = config.output_dir
-    lock = lock_output(output_dir)  # held until the process ends
-    identity = {"data": dataset.digest, "model": model_config.to_dict()}
-    start = decide_start(output_dir, config.resume, config=resolved(config), identity=identity, steps=steps)
+    identity = {"data": dataset.digest, "model": asdict(model_config)}
+    start = claim_output(output_dir, config.resume, config=resolved(config), identity=identity, steps=steps)
     if start.finished:
         print(f"{output_dir} holds a finished run of {steps} steps: nothing to do; its model: {output_dir / 'model'}")
         return EXIT_DONE
@@ -289,7 +289,8 @@ def main(config: Config) -> int:
             validation = dict(step=step, loss=summed_loss.item() / tokens if tokens else None, trained_tokens=tokens)
             metrics.write(event="validation", **validation)
             trackers.log(step, "validation", validation)
-            progress.write(f"step {step}/{steps}  validation loss {validation['loss']:.4f} over {tokens:,} tokens")
+            shown = f"loss {validation['loss']:.4f}" if tokens else "no trained token"
+            progress.write(f"step {step}/{steps}  validation: {shown} over {tokens:,} tokens")
 
         # ── 8 Checkpoint ──────────────────────────────────────────────────────────────────────────────────────────────
         # Written beside its place and renamed when whole: a kill at any moment leaves the checkpoint before it. Older
@@ -308,7 +309,11 @@ def main(config: Config) -> int:
                 "layout": {"world_size": 1},
                 **identity,
             }
-            save_checkpoint(output_dir / "checkpoints", step, training_tensors(model, optimizer), state)
+            tensors = training_tensors(model, optimizer)
+            if not all(tensor.isfinite().all() for tensor in tensors.values()):
+                metrics.write(event="end", step=step, reason="non_finite")
+                raise RunFailed(f"step {step}: weights or optimizer state are not finite; nothing of it was saved")
+            save_checkpoint(output_dir / "checkpoints", step, tensors, state)
             prune_checkpoints(output_dir / "checkpoints", config.checkpoint.keep_last)
             seconds = time.perf_counter() - started
             metrics.write(event="checkpoint", step=step, seconds_blocked=seconds, seconds_total=seconds)
@@ -332,7 +337,7 @@ def main(config: Config) -> int:
         tokenizer_files=load_tokenizer(dataset.tokenizer_directory).files,
     )
     metrics.write(event="end", step=step, reason="completed")
-    lock.close()
+    start.lock.close()
     print(f"done: the model lies in {output_dir / 'model'}, a Hugging Face directory. Load it with")
     print(f"    transformers.AutoModelForCausalLM.from_pretrained({str(output_dir / 'model')!r})")
     print(f"or train it on: model.path={output_dir / 'model'} with another output_dir")
