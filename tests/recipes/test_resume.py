@@ -147,6 +147,45 @@ def test_epochs_end_where_they_should_after_a_resume_at_an_epochs_end(run, write
         assert entry in [content for content, _ in before.values()]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer": {"name": "sgd"}, "data": {"rows": "stream", "tail": "pad"}},
+        {"optimizer": {"name": "sgd", "momentum": 0.9}, "model": {"tie_word_embeddings": True}},
+        {"dtype": "float64", "param_dtype": "float64", "max_grad_norm": None},
+        {"dtype": "bfloat16", "schedule": {"name": "wsd", "decay_steps": 3}, "export": {"dtype": "bfloat16"}},
+    ],
+    ids=["sgd_stream", "momentum_tied", "float64", "bfloat16"],
+)
+def test_every_optimizer_and_dtype_continues_bit_for_bit(run, write_config, stop_after, changed, config, uneven_tokens,
+                                                         write_tokens, tmp_path, changes):  # fmt: skip
+    more = write_tokens(tmp_path / "more", [[5, 6, 7, 8, 9] * 4] * 5, vocab_size=320)
+    short = changed(config, {"max_steps": 6, "data": {"train": [str(uneven_tokens), str(more)]}})
+    path = write_config(changed(short, changes))
+    with stop_after(4):
+        assert run(path).exit_code == 3
+    finished = run(path)
+    assert finished.exit_code == 0, finished
+    assert_same(finished, run(changed(short, changes)))
+
+
+def test_a_run_continues_from_before_its_first_update(run, write_tokens, changed, config, tmp_path):
+    # The first two steps have no trained token, so the saved optimizer has no state yet.
+    documents = [[]] * 8 + [[4, 5, 6, 7], [8, 9], [10, 11, 12], [13]]
+    tokens = write_tokens(tmp_path / "tokens", documents, vocab_size=320)
+    short = changed(
+        config, {"data": {"train": str(tokens), "shuffle": False}, "max_steps": 4, "checkpoint": {"every": 1}}
+    )
+    uninterrupted = run(short)
+    assert uninterrupted.column("trained_tokens") == [0, 0, 10, 0]
+    for step in (1, 3):
+        branch = changed(short, {"resume": str(uninterrupted.output / f"checkpoints/step_{step:08d}")})
+        resumed = run(branch)
+        assert resumed.exit_code == 0, resumed
+        assert remaining(resumed) == [line for line in remaining(uninterrupted) if line["step"] > step]
+        assert model_bytes(resumed.output) == model_bytes(uninterrupted.output)
+
+
 # ── Signals and kills ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -302,9 +341,9 @@ def test_other_data_are_refused_and_the_same_data_elsewhere_are_not(run, stopped
 
 
 def test_what_does_not_change_the_training_may_change(run, reference, stopped, eight, tmp_path):
-    allowed = """micro_batch_size=3 data.num_workers=1 data.prefetch=4 data.validation=null threads=2 log.every=1
-        log.samples=false checkpoint.every=3 checkpoint.keep_last=2 export.dtype=bfloat16 validate_every=null
-        validation_max_rows=null""".split()
+    allowed = ["micro_batch_size=3", "data.num_workers=1", "data.prefetch=4", "data.validation=null", "threads=2"]
+    allowed += ["log.every=1", "log.samples=false", "checkpoint.every=3", "checkpoint.keep_last=2"]
+    allowed += ["export.dtype=bfloat16", "validate_every=null", "validation_max_rows=null"]
     resumed = run(stopped.path, *allowed)
     assert resumed.exit_code == 0, resumed
     for key in ("ledger", "lr", "consumed_rows", "trained_tokens"):
@@ -468,6 +507,27 @@ def test_a_save_that_cannot_be_written_ends_the_run_and_keeps_the_last_one(run, 
     assert failed.exit_code == 1 and len(failed.errors) == 1 and "Traceback" not in failed.stderr, failed
     assert "too large" in failed.errors[0].lower() and "checkpoints" in failed.errors[0], failed
     assert checkpoints(failed.output) == ["step_00000002", "step_00000004"]
+    resumed = run(path)
+    assert resumed.exit_code == 0, resumed
+    assert_same(resumed, eight)
+
+
+def test_a_line_that_cannot_be_written_ends_the_run_and_is_no_obstacle_to_the_next(run, after_updates, write_config,
+                                                                                 changed, config, eight):  # fmt: skip
+    path = write_config(changed(config, {"max_steps": 8, "checkpoint": {"every": 2}}))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill() -> None:
+        size = (path.parent / "output/metrics.jsonl").stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, limits[1]))
+
+    with after_updates(3, fill):
+        try:
+            failed = run(path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert failed.exit_code == 1 and len(failed.errors) == 1 and "Traceback" not in failed.stderr, failed
+    assert "too large" in failed.errors[0].lower() and "metrics.jsonl" in failed.errors[0], failed
     resumed = run(path)
     assert resumed.exit_code == 0, resumed
     assert_same(resumed, eight)

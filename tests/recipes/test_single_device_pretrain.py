@@ -1,6 +1,7 @@
 """Whether the recipe computes what it says: against an independent loop in float64, over every split of the global
 batch, and through transformers. Rows are taken from what the run wrote down, never from femto's own classes."""
 
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -421,14 +422,16 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(run, referenc
     assert_stopped(run({**explosive, "model": {"path": str(made.output / "model")}}), last=0)
 
 
+@pytest.mark.parametrize("validated", [False, True])
 @pytest.mark.parametrize("every", [1, None])
-def test_weights_that_are_not_finite_are_never_published(run, changed, explosive, every):
+def test_weights_that_are_not_finite_are_never_published(run, changed, explosive, uneven_tokens, every, validated):
     # An eps of 0 in float32 makes 0/0 of every embedding that had no gradient: the update itself spoils the weights,
     # after a loss and a gradient norm that were fine.
     changes = {"optimizer": {"name": "adamw", "lr": 1e-3, "eps": 1e-60}, "checkpoint": {"every": every}, "max_steps": 1}
+    changes |= {"data": {"validation": str(uneven_tokens)}} if validated else {}
     result = run(changed(explosive, changes))
     assert result.exit_code == 1 and len(result.errors) == 1 and "finite" in result.errors[0], result
-    assert result.lines()[-1]["reason"] == "non_finite"
+    assert "Traceback" not in result.stderr and result.lines()[-1]["reason"] == "non_finite"
     assert not (result.output / "model").exists() and not list((result.output / "checkpoints").glob("*"))
 
 
@@ -470,6 +473,23 @@ def test_metrics_have_the_published_keys_and_nothing_else(run, changed, config, 
         ("train", 1), ("checkpoint", 1), ("train", 2), ("validation", 2), ("checkpoint", 2), ("end", 2)
     ]  # fmt: skip
     assert result.lines("end")[0]["reason"] == "completed"
+
+
+def test_the_digest_of_the_parameters_is_that_of_the_published_weights(run, changed, config, reference):
+    result = run(changed(config, {"max_steps": 1, "log": {"digests": True}}))
+    weights = reference.read_weights(result.output)
+    layer = ["input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+    layer += ["post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    names = ["model.embed_tokens", *(f"model.layers.{i}.{part}" for i in (0, 1) for part in layer)]
+    names += ["model.norm", "lm_head"]
+    assert {f"{name}.weight" for name in names} == weights.keys()
+    digests = set()
+    for prefix in ("", "model."):
+        sha256 = hashlib.sha256()
+        for name in (f"{name}.weight" for name in names):
+            sha256.update((prefix + name).encode() + weights[name].numpy().tobytes())
+        digests.add(sha256.hexdigest()[:16])
+    assert set(result.lines("train")[0]["parameters_digest"]) & digests
 
 
 def test_the_resolved_config_is_complete_and_runs_again_as_it_is(run, config, changed, tmp_path, reference):
@@ -586,6 +606,8 @@ def test_the_profiler_writes_a_trace(run, changed, config):
     (trace,) = (result.output / "profile").iterdir()
     names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
     assert any("scaled_dot_product" in str(name) for name in names)
+    cut_short = run(changed(config, {"max_steps": 3, "profile": {"start": 3, "steps": 5}}))
+    assert cut_short.exit_code == 0 and list((cut_short.output / "profile").iterdir()), cut_short
 
 
 def test_tensorboard_gets_the_losses(run, changed, config):
