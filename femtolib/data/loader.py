@@ -129,6 +129,7 @@ def make_loader(
             num_workers=num_workers,
             prefetch_factor=prefetch if num_workers else None,
             pin_memory=pin_memory,
+            generator=torch.Generator(),  # an iterator draws a seed: not from the one that a recipe may draw from
             # Under spawn and forkserver, a worker does not inherit the signals blocked at its birth.
             multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
             snapshot_every_n_steps=None,  # of the data set's own state: ours has none

@@ -44,8 +44,8 @@ class StatefulDistributedSampler:
     never repeats rows to come out even. The count moves when the training loop calls `advance`, once a step: workers
     that prefetch run ahead of the loop, and what they have read is not delivered yet.
 
-    steps: optimizer steps counted from the run's first; None: `epochs` whole passes. Both count from step 0, also when
-    a state is loaded. Raises FemtoError where no step would come out.
+    steps: optimizer steps, counted from the run's first also when a state is loaded; None: those of `epochs` passes, or
+    of one. Raises FemtoError where no step would come out.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class StatefulDistributedSampler:
         global_batch_size: int,
         micro_batch_size: int,
         steps: int | None = None,
-        epochs: int = 1,
+        epochs: int | None = None,
         dp_rank: int = 0,
         dp_size: int = 1,
         seed: int = 0,
@@ -79,7 +79,7 @@ class StatefulDistributedSampler:
         self.rows_per_epoch = whole_batches * global_batch_size if tail == "drop" else rows
         self.rows_dropped = rows - self.rows_per_epoch
         self.steps_per_epoch = -(-self.rows_per_epoch // global_batch_size)
-        self.steps = epochs * self.steps_per_epoch if steps is None else steps
+        self.steps = (epochs or 1) * self.steps_per_epoch if steps is None else steps
         self.micro_batches_per_step = -(-global_batch_size // (micro_batch_size * dp_size))
         micro_batches = np.arange(self.micro_batches_per_step)[:, None]
         places = (micro_batches * dp_size + dp_rank) * micro_batch_size + np.arange(micro_batch_size)

@@ -185,6 +185,13 @@ def test_workers_read_so_many_batches_ahead_and_no_more(dataset):
     assert sampler.consumed_rows == 0
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_reading_draws_no_random_number(dataset, num_workers):
+    before = torch.get_rng_state()
+    list(make_loader(dataset, _sampler(dataset, steps=1), document_mask=False, num_workers=num_workers))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_fault_in_a_worker_arrives_as_it_is(write_tokens, tmp_path, num_workers):
     directory = write_tokens(tmp_path / "tokens", [[1, 2, 3]] * 40, vocab_size=10, shards=2)
@@ -291,6 +298,7 @@ def test_workers_outlive_signals_to_the_whole_process_group(program):
 
 
 @linux
+@pytest.mark.slow
 def test_workers_die_with_a_killed_parent(program):
     process = program("whole")
     process.kill()

@@ -145,6 +145,7 @@ def test_steps_end_where_they_are_told():
     assert len(_rows(_sampler(100, 3, steps=70))) == 70
     assert len(_rows(_sampler(10, 1, steps=500))) == 500
     assert _rows(_sampler(100, 3, steps=0)) == []
+    assert len(_rows(_sampler(100, 3))) == 33
 
 
 # ── Layouts ───────────────────────────────────────────────────────────────────────────────────────────────────────────
