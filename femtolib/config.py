@@ -248,6 +248,14 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data):
         return True
 
+    def represent_text(self, text: str) -> yaml.Node:
+        # Outside double quotes YAML folds line breaks, and PyYAML loses some that Unicode knows.
+        style = '"' if text.splitlines() not in ([], [text]) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
 
 def _parse(text: str, at: Callable[[int], str]) -> tuple[Any, yaml.Node | None, list[str]]:
     """The value that `text` is, its node, and a fault for each key that stands twice; `at` says where a line stands."""
