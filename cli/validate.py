@@ -94,7 +94,8 @@ def _check_training(config, show: int, deep: bool) -> dict[str, int | None]:
         len(dataset),
         global_batch_size=config.global_batch_size,
         micro_batch_size=config.micro_batch_size,
-        **({"epochs": config.epochs} if config.max_steps is None else {"steps": config.max_steps}),
+        steps=config.max_steps,
+        epochs=config.epochs,
         seed=config.seed,
         shuffle=data.shuffle,
         tail=data.tail,
@@ -132,8 +133,9 @@ def _show_rows(dataset, sampler, count: int, *, document_mask: bool) -> None:
     """Print the first rows that training would get; tokens that it would be trained to predict stand in ⟦ ⟧."""
     from itertools import groupby, islice
 
-    from femtolib.data.loader import NOT_TRAINED, make_loader
+    from femtolib.data.loader import make_loader
     from femtolib.data.tokenizer import load_tokenizer
+    from femtolib.loss import NOT_TRAINED
 
     tokenizer = load_tokenizer(dataset.tokenizer_directory)
     batches = make_loader(dataset, sampler, document_mask=document_mask)

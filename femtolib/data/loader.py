@@ -22,8 +22,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from femtolib.data.sampler import EMPTY, Slot, StatefulDistributedSampler
 from femtolib.data.token_dataset import Row, TokenDataset
 from femtolib.errors import FemtoError
-
-NOT_TRAINED = -100  # the label that the loss ignores
+from femtolib.loss import NOT_TRAINED
 
 
 @dataclass
