@@ -72,26 +72,30 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The `state.json` of a checkpoint whose files are all there in their size and digest; raises FemtoError if not."""
+    """The `state.json` of a checkpoint whose files are all there in their size and digest; raises FemtoError if not.
+
+    A folder with a step in its name must hold that step.
+    """
     if reason := _incomplete(path):
         raise FemtoError(f"{path}: not a complete checkpoint: {reason}")
     for name, about in _read_json(path / "manifest.json")["files"].items():
         if _sha256(path / name) != about["sha256"]:
             raise FemtoError(f"{path / name}: damaged (its sha256 is not the manifest's); use an older checkpoint")
-    state = _read_json(path / "state.json")
+    file = path / "state.json"
+    state = _read_json(file)
+    if not isinstance(state, dict) or not isinstance(state.get("step"), int):
+        raise FemtoError(f"{file}: not a state that femto wrote")
     if (state.get("format"), state.get("version")) != (FORMAT, VERSION):
         found = f"{state.get('format')} version {state.get('version')}"
-        raise FemtoError(f"{path / 'state.json'}: is {found}; this femto reads {FORMAT} version {VERSION}")
+        raise FemtoError(f"{file}: is {found}; this femto reads {FORMAT} version {VERSION}")
+    if (name := _STEP_NAME.fullmatch(path.name)) and int(name[1]) != state["step"]:
+        raise FemtoError(f"{path}: holds step {state['step']}: rename it back, or choose another checkpoint")
     return state
 
 
 def tensor_shapes(path: Path) -> dict[str, torch.Size]:
     """Name → whole shape of every tensor in the checkpoint; raises FemtoError where there is anything but tensors."""
-    metadata = _Reader(path).read_metadata()
-    for name, about in metadata.state_dict_metadata.items():
-        if not isinstance(about, TensorStorageMetadata):
-            raise FemtoError(f"{path}: holds {name!r}, which is no tensor; femto wrote no such checkpoint")
-    return {name: about.size for name, about in metadata.state_dict_metadata.items()}
+    return {name: about.size for name, about in _Reader(path).read_metadata().state_dict_metadata.items()}
 
 
 def load_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -118,12 +122,14 @@ def load_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes that DCP's metadata of plain tensors is made of, and refuses every other name."""
+    """Knows the classes that DCP's metadata of plain tensors is made of, and refuses every other name.
+
+    A pickle may also set attributes of what it names. So the path that DCP notes, where the checkpoint was written, is
+    read as the tuple of its parts: pathlib, which all of femto uses, is never in its reach.
+    """
 
     _ALLOWED = frozenset(
         {
-            ("pathlib", "PosixPath"),
-            ("pathlib._local", "PosixPath"),  # Python 3.13 and later
             ("torch", "Size"),
             ("torch.serialization", "_get_layout"),
             ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -144,6 +150,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in (("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")):  # the latter from 3.13 on
+            return lambda *parts: parts
         if (module, name) not in self._ALLOWED:
             raise pickle.UnpicklingError(f"names {module}.{name}, which no checkpoint of femto does")
         return super().find_class(module, name)
@@ -155,12 +163,15 @@ class _Reader(dcp.FileSystemReader):
         try:
             with path.open("rb") as file:
                 metadata = _MetadataUnpickler(file).load()
-        except Exception as error:  # a hostile pickle may raise anything; none of it may pass
-            raise FemtoError(f"{path}: refused: {error}") from None
-        if not isinstance(metadata, Metadata):
-            raise FemtoError(f"{path}: refused: holds a {type(metadata).__name__}, not a checkpoint's metadata")
-        for info in (metadata.storage_data or {}).values():
-            _stay_inside(Path(self.path), info.relative_path)
+            if not isinstance(metadata, Metadata):
+                raise ValueError(f"holds a {type(metadata).__name__}, not a checkpoint's metadata")
+            for name, about in metadata.state_dict_metadata.items():
+                if not isinstance(about, TensorStorageMetadata) or not isinstance(about.size, torch.Size):
+                    raise ValueError(f"holds {name!r}, which is no tensor")
+            for info in metadata.storage_data.values():
+                _stay_inside(Path(self.path), info.relative_path)
+        except Exception as error:  # a hostile pickle may raise anything, here or where it is looked into
+            raise FemtoError(f"{path}: refused: {_reason(error)}") from None
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
@@ -187,6 +198,7 @@ def _incomplete(path: Path) -> str | None:
                 return f"{name} is missing"
             if (path / name).stat().st_size != about["bytes"]:
                 return f"{name} has {(path / name).stat().st_size} bytes, the manifest says {about['bytes']}"
+            about["sha256"]
     except (KeyError, TypeError, AttributeError):
         return "its manifest.json is not one that femto wrote"
     except FemtoError as error:
