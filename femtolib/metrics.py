@@ -67,20 +67,22 @@ class JsonLines:
 def verify_ledger(path: Path, step: int, ledger: str) -> None:
     """Check that the train lines of `path` up to `step` chain to a checkpoint's `ledger`; raises FemtoError if not.
 
-    Nothing to check where there are no such lines: a checkpoint may be continued in a new folder.
+    The chain begins where the run that wrote the file began. Nothing to check where there is no file: a checkpoint may
+    be continued in a new folder, and there the chain begins with the first line after it.
     """
-    previous, last = None, 0
+    last, previous = None, None  # step and ledger of the line before; the first line says where the file begins
     for number, (_, record) in enumerate(_read_lines(path), 1):
+        if last is None:
+            last = _step_of(record) - (record.get("event") != "start")
+            previous = LEDGER_START if last == 0 else None
         if record.get("event") != "train" or record["step"] > step:
             continue
-        if previous is None:
-            previous = LEDGER_START if record["step"] == 1 else None
-        elif record["step"] != last + 1:
+        if record["step"] != last + 1:
             raise FemtoError(f"{path}:{number}: step {record['step']} follows step {last}; {_MOVE_AWAY}")
         if previous is not None and record["ledger"] != next_ledger(previous, record["step"], record["batch_digest"]):
             raise FemtoError(f"{path}:{number}: the ledger breaks at step {record['step']}; {_MOVE_AWAY}")
-        previous, last = record["ledger"], record["step"]
-    if previous is not None and (previous, last) != (ledger, step):
+        last, previous = record["step"], record["ledger"]
+    if last is not None and (last != step or previous not in (None, ledger)):
         raise FemtoError(
             f"{path}: ends at step {last} with ledger {previous}, the checkpoint at {step} with {ledger}; {_MOVE_AWAY}"
         )
@@ -102,38 +104,35 @@ def _read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            records.append((line, json.loads(line)))
-            _step_of(records[-1][1])
-        except (ValueError, KeyError, TypeError, AttributeError):
-            if number == len(lines):
-                return records[: number - 1]
-            raise FemtoError(f"{path}:{number}: not a line that femto wrote; {_MOVE_AWAY}") from None
-    return records if not lines or lines[-1].endswith(b"\n") else records[:-1]
+            record = json.loads(line)
+            whole = isinstance(_step_of(record), int)
+            if record.get("event") == "train":
+                whole = whole and (record["ledger"] + record["batch_digest"]).isascii()
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            whole = False
+        if whole and line.endswith(b"\n"):
+            records.append((line, record))
+        elif number < len(lines):
+            raise FemtoError(f"{path}:{number}: not a line that femto wrote; {_MOVE_AWAY}")
+    return records
 
 
 def _step_of(record: dict[str, Any]) -> int:
-    return int((record["resumed_from"] or 0) if record.get("event") == "start" else record["step"])
+    return (record["resumed_from"] or 0) if record.get("event") == "start" else record["step"]
 
 
 class Trackers:
-    """TensorBoard and Weights & Biases, as far as `section` asks for them; both read their keys from the environment.
-
-    Raises FemtoError where the extra `logging` is not installed.
-    """
+    """TensorBoard and Weights & Biases, as `section` asks for them; both read their keys from the environment."""
 
     def __init__(self, section: LogSection, output_dir: Path, config: dict[str, Any]):
         self._tensorboard = self._wandb = None
         if section.tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                raise FemtoError("log.tensorboard: not installed; pip install 'femto[logging]'") from None
+            from torch.utils.tensorboard import SummaryWriter
+
             self._tensorboard = SummaryWriter(output_dir / "tensorboard")
         if section.wandb_project:
-            try:
-                import wandb
-            except ImportError:
-                raise FemtoError("log.wandb_project: not installed; pip install 'femto[logging]'") from None
+            import wandb
+
             id_file = output_dir / "wandb_run_id"  # a resume goes on in the same W&B run
             run_id = id_file.read_text() if id_file.exists() else wandb.util.generate_id()
             id_file.write_text(run_id)

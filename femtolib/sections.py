@@ -4,6 +4,7 @@ Keys keep one meaning in every recipe. A key whose feature is not built yet is h
 today stays valid: any value but its default is refused with that reason.
 """
 
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -242,6 +243,14 @@ class LogSection(ConfigModel):
     wandb_project: str | None = Field(None, description="Weights & Biases project (needs the extra `logging`)")
     samples: bool = Field(False, description="write which rows each step used to OUTPUT/samples-rank0.jsonl")
     digests: bool = Field(False, description="log digests of weights and optimizer at every step")
+
+    @field_validator("tensorboard", "wandb_project")
+    @classmethod
+    def _installed(cls, value: Any, info: ValidationInfo) -> Any:
+        package = info.field_name.partition("_")[0]
+        if value and find_spec(package) is None:
+            raise ValueError(f"{package} is not installed; pip install 'femto[logging]'")
+        return value
 
 
 class ProfileSection(ConfigModel):
