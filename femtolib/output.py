@@ -5,6 +5,7 @@ anything else is refused, because a resumed run claims to be the run that it con
 """
 
 import fcntl
+import os
 import shlex
 import time
 from dataclasses import dataclass, replace
@@ -49,7 +50,7 @@ def claim_output(
 ) -> Start:
     """Take `output_dir` for this process until `start.lock` is closed, and `decide_start`; raises FemtoError where it
     may not be written or another run has it. A folder made for a run that is then refused is removed again."""
-    made = not output_dir.exists()
+    made = not os.path.exists(output_dir)  # Path.exists raises where the name is too long
     lock = _lock(output_dir)
     try:
         start = decide_start(output_dir, resume, config=config, identity=identity, steps=steps)
@@ -88,6 +89,9 @@ def decide_start(
             f"resume: {output_dir} holds checkpoints later than {checkpoint.name} (up to {checkpoints[-1].name}); "
             "resume=auto continues the last, or choose a new output_dir"
         )
+    for name, kind in (("config", dict), ("steps", int), ("ledger", str), ("sampler", dict)):
+        if not isinstance(state.get(name), kind):
+            raise FemtoError(f"{checkpoint / 'state.json'}: {name} is {show(state.get(name))}: not a run's state")
     _check_same_run(state, config, identity, steps, must=resume == "must")
     end = last_event(output_dir / "metrics.jsonl")
     completed = end.get("event") == "end" and end.get("reason") == "completed" and end.get("step") == steps
@@ -107,20 +111,22 @@ def write_config(config: ConfigModel, recipe: str) -> str:
 
 
 def _lock(output_dir: Path, seconds: float = 10) -> IO[bytes]:
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        lock = (output_dir / ".lock").open("wb")
-    except OSError as error:
-        raise FemtoError(f"output_dir: cannot write {output_dir}: {error.strerror}") from None
     deadline = time.monotonic() + seconds
     while True:
         try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            lock = (output_dir / ".lock").open("wb")
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock
+            if os.fstat(lock.fileno()).st_nlink:  # else the run that had it was refused, and removed the folder
+                return lock
         except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise FemtoError(f"output_dir: {output_dir} is in use by another run; choose another one") from None
-            time.sleep(0.2)
+            pass
+        except OSError as error:
+            raise FemtoError(f"output_dir: cannot write {output_dir}: {error.strerror}") from None
+        lock.close()
+        if time.monotonic() > deadline:
+            raise FemtoError(f"output_dir: {output_dir} is in use by another run; choose another one")
+        time.sleep(0.2)
 
 
 def _check_same_run(
@@ -128,8 +134,8 @@ def _check_same_run(
 ) -> None:
     faults, changes = [], []
     for name, value in identity.items():
-        if state[name] != value:
-            faults += [f"resume: {line}; choose a new output_dir" for line in _differences(name, state[name], value)]
+        if (saved := state.get(name)) != value:
+            faults += [f"resume: {line}; choose a new output_dir" for line in _differences(name, saved, value)]
     saved, current = _flatten(state["config"]), _flatten(config)
     for key in [key for key in saved if key in current and saved[key] != current[key] and not _is_in(key, _FREE)]:
         change = f"{key} was {show(saved[key])} and is now {show(current[key])}"
