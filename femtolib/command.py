@@ -10,13 +10,15 @@ import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from femtolib.config import ConfigModel, describe_keys, load_config
 from femtolib.errors import FemtoError
 
 EXIT_DONE, EXIT_FAILED, EXIT_USER, EXIT_STOPPED = 0, 1, 2, 3
 
-_OUT_OF_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+# What a disk or its owner may say to any write of a run; another OSError is a fault of the program.
+_DISK_SAYS_NO = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 def run_recipe(
@@ -33,11 +35,13 @@ def run_recipe(
         description=inspect.cleandoc(doc or ""),
         epilog="keys of the config:\n" + describe_keys(config_type),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
+    parser.error = _refuse
     parser.add_argument("--config", required=True, type=Path, metavar="CONFIG", help="the YAML file of this run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys to set on top of it: optimizer.lr=1e-4")
-    arguments = parser.parse_args(argv)
     try:
+        arguments = parser.parse_intermixed_args(argv)
         return main(load_config(config_type, arguments.config, arguments.overrides)) or EXIT_DONE
     except FemtoError as error:
         return fail(error)
@@ -45,10 +49,14 @@ def run_recipe(
         print("error: interrupted; nothing was saved since the last checkpoint", file=sys.stderr)
         return EXIT_FAILED
     except OSError as error:
-        if error.errno not in _OUT_OF_SPACE:
+        if error.errno not in _DISK_SAYS_NO:
             raise
         print(f"error: {error.filename or 'writing'}: {error.strerror}", file=sys.stderr)
         return EXIT_FAILED
+
+
+def _refuse(message: str) -> NoReturn:
+    raise FemtoError(f"{message}; --help says more")
 
 
 def recipe_name(module: str, file: str) -> str:
