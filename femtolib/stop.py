@@ -1,5 +1,6 @@
 """A stop that is asked for by a signal and happens at a step's end, when there is a state worth saving."""
 
+import contextlib
 import os
 import signal
 import time
@@ -21,7 +22,9 @@ class StopRequest:
         if not self.requested:
             self.requested = True
             self._since = time.monotonic()
-            # Not print(): the signal may have come in the middle of one, which must not be entered twice.
-            os.write(2, b"\nstopping after this step; Ctrl-C again stops at once and saves nothing\n")
+            # Not print(): the signal may have come in the middle of one, which must not be entered twice. And the
+            # screen may be gone: a Ctrl-C also ends the `tee` behind a pipe, a closed terminal may be why SIGTERM came.
+            with contextlib.suppress(OSError):
+                os.write(2, b"\nstopping after this step; Ctrl-C again stops at once and saves nothing\n")
         elif number == signal.SIGINT and time.monotonic() - self._since >= 1:
             raise KeyboardInterrupt
