@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -84,53 +85,63 @@ def _local_pieces(parameter: torch.Tensor) -> list[tuple[tuple[int, ...], torch.
 
 @torch.no_grad()
 def load_weights(model: Decoder, directory: Path) -> None:
-    """Fill a model from a Hugging Face directory, cast to the dtypes of its parameters; on meta, only check it.
+    """Fill a materialized model from a Hugging Face directory, cast to the dtypes of its parameters.
 
     Two rules are lenient: `*.rotary_emb.inv_freq` is passed over, and of a tied pair either name will do, or both if
     they are equal. Otherwise names and shapes must match exactly; raises FemtoError with the first ten that do not and
-    their number. One tensor, or a shard's part of it, is in memory at a time.
+    their number. One tensor, or this process's part of it, is in memory at a time.
     """
-    files = _find_tensors(directory)
-    files = {name: path for name, path in files.items() if not name.endswith(".rotary_emb.inv_freq")}
     parameters = _parameters(model)
+    stored = _find_tensors(directory)
+    stored = {name: tensor for name, tensor in stored.items() if not name.endswith(".rotary_emb.inv_freq")}
     stored_as = {name: name for name in parameters}
-    if model.config.tie_word_embeddings and HEAD in files:
-        if EMBEDDING not in files:
-            stored_as[EMBEDDING] = HEAD
-        else:
-            _check_equal(files)
-            del files[HEAD]
+    if model.config.tie_word_embeddings and HEAD in stored:
+        if EMBEDDING in stored:
+            _check_equal(stored[HEAD], stored.pop(EMBEDDING))
+        stored_as[EMBEDDING] = HEAD
 
     faults = []
-    if missing := [name for name in parameters if stored_as[name] not in files]:
+    if missing := [name for name, its_name in stored_as.items() if its_name not in stored]:
         faults.append(f"{directory}: lacks {_first_ten(missing)}")
-    if unexpected := [name for name in files if name not in stored_as.values()]:
+    if unexpected := [name for name in stored if name not in stored_as.values()]:
         faults.append(f"{directory}: holds what its config.json has no place for: {_first_ten(unexpected)}")
+    wrong = []
+    for name, parameter in parameters.items():
+        tensor, wanted = stored.get(stored_as[name]), list(parameter.shape)
+        if tensor and tensor.shape != wanted:
+            wrong.append(f"{tensor.name} is {tensor.shape}, config.json wants {wanted}")
+        elif tensor and tensor.dtype not in ("F64", "F32", "F16", "BF16"):
+            wrong.append(f"{tensor.name} is stored as {tensor.dtype}, which is not read")
+    if wrong:
+        faults.append(f"{directory}: {_first_ten(wrong, '; ')}")
     if faults:
         raise FemtoError(*faults)
 
-    by_file: dict[Path, list[str]] = {}
-    for name, stored in stored_as.items():
-        by_file.setdefault(files[stored], []).append(name)
-    _check_shapes(directory, by_file, stored_as, parameters)
-    for path, names in by_file.items():
-        with _open(path) as file:
-            for name in names:
-                stored = file.get_slice(stored_as[name])
-                for offsets, piece in _local_pieces(parameters[name]):
-                    if piece.numel() and not piece.is_meta:
-                        place = tuple(slice(o, o + n) for o, n in zip(offsets, piece.shape, strict=True))
-                        piece.copy_(stored[place])
+    for name, parameter in parameters.items():
+        tensor = stored[stored_as[name]]
+        with _open(tensor.path) as file:
+            content = file.get_slice(tensor.name)
+            for offsets, piece in _local_pieces(parameter):
+                if piece.numel():
+                    piece.copy_(content[tuple(slice(o, o + n) for o, n in zip(offsets, piece.shape, strict=True))])
 
 
-def _find_tensors(directory: Path) -> dict[str, Path]:
-    """Tensor name → its file: model.safetensors, or what the index names; every other file is ignored."""
+class _Stored(NamedTuple):
+    """A tensor in a file, as the file's header has it."""
+
+    path: Path
+    name: str
+    shape: list[int]
+    dtype: str
+
+
+def _find_tensors(directory: Path) -> dict[str, _Stored]:
+    """All tensors by name, of model.safetensors or of the files that the index names; every other file is ignored."""
     single, index = directory / SINGLE, directory / INDEX
-    if not index.exists() and not single.exists():
-        raise FemtoError(_no_weights(directory))
     if not index.exists():
-        with _open(single) as file:
-            return dict.fromkeys(file.keys(), single)
+        if not single.exists():
+            raise FemtoError(_no_weights(directory))
+        return _tensors_in(single)
 
     listed = read_json_object(index).get("weight_map")
     if not isinstance(listed, dict) or not listed:
@@ -142,15 +153,21 @@ def _find_tensors(directory: Path) -> dict[str, Path]:
         raise FemtoError(f"{index}: names files that are not there: {_first_ten(absent)}")
     if single.exists() and shards != [SINGLE]:
         raise FemtoError(f"{directory}: holds both {SINGLE} and {INDEX}: remove the one that is stale")
-    found: dict[str, Path] = {}
+    found: dict[str, _Stored] = {}
     for shard in shards:
-        with _open(directory / shard) as file:
-            if twice := sorted(found.keys() & set(file.keys())):
-                raise FemtoError(f"{directory / shard}: holds what another shard holds too: {_first_ten(twice)}")
-            found |= dict.fromkeys(file.keys(), directory / shard)
-    if wrong := [name for name, shard in listed.items() if found.get(name) != directory / shard]:
+        tensors = _tensors_in(directory / shard)
+        if twice := sorted(found.keys() & tensors.keys()):
+            raise FemtoError(f"{directory / shard}: holds what another shard holds too: {_first_ten(twice)}")
+        found |= tensors
+    if wrong := [name for name, shard in listed.items() if name not in found or found[name].path.name != shard]:
         raise FemtoError(f"{index}: these tensors are not in the file that it names: {_first_ten(wrong)}")
     return found
+
+
+def _tensors_in(path: Path) -> dict[str, _Stored]:
+    with _open(path) as file:
+        headers = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (a file is no dict)
+        return {name: _Stored(path, name, head.get_shape(), head.get_dtype()) for name, head in headers.items()}
 
 
 def _no_weights(directory: Path) -> str:
@@ -173,30 +190,13 @@ def _open(path: Path) -> Iterator[safe_open]:
         raise FemtoError(f"{path}: not a whole safetensors file ({error}): fetch or write it anew") from None
 
 
-def _check_equal(files: dict[str, Path]) -> None:
-    with _open(files[HEAD]) as one, _open(files[EMBEDDING]) as other:
-        if not torch.equal(one.get_tensor(HEAD), other.get_tensor(EMBEDDING)):
+def _check_equal(head: _Stored, embedding: _Stored) -> None:
+    with _open(head.path) as one, _open(embedding.path) as other:
+        if not torch.equal(one.get_tensor(head.name), other.get_tensor(embedding.name)):
             raise FemtoError(
-                f"{files[HEAD]}: {HEAD} differs from {EMBEDDING}, though config.json ties them: "
+                f"{head.path}: {head.name} differs from {embedding.name}, though config.json ties them: "
                 "set tie_word_embeddings to false there, or remove one of the two"
             )
-
-
-def _check_shapes(
-    directory: Path, by_file: dict[Path, list[str]], stored_as: dict[str, str], parameters: dict[str, torch.Tensor]
-) -> None:
-    wrong = []
-    for path, names in by_file.items():
-        with _open(path) as file:
-            for name in names:
-                stored = file.get_slice(stored_as[name])
-                shape, dtype = list(stored.get_shape()), stored.get_dtype()
-                if shape != list(parameters[name].shape):
-                    wrong.append(f"{stored_as[name]} is {shape}, config.json wants {list(parameters[name].shape)}")
-                elif dtype not in ("F64", "F32", "F16", "BF16"):
-                    wrong.append(f"{stored_as[name]} is stored as {dtype}, which is not read")
-    if wrong:
-        raise FemtoError(f"{directory}: {_first_ten(wrong, '; ')}")
 
 
 def _first_ten(names: list[str], separator: str = ", ") -> str:
@@ -223,10 +223,12 @@ def save_model(
     then `directory` is as it was, and nothing else is left behind.
     """
     directory = directory.resolve()
-    if directory.exists() and not (directory / "config.json").is_file() and not _is_empty(directory):
-        raise FemtoError(f"{directory}: exists and holds no config.json, so it is not replaced: choose another place")
     partial = directory.with_name(f".{directory.name}.partial")
     try:
+        if directory.exists() and not (directory / "config.json").is_file() and not _is_empty(directory):
+            raise FemtoError(
+                f"{directory}: holds something else than a model and is not replaced: choose another place"
+            )
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         _write_tensors(partial, config, tensors, dtype, max_shard_bytes)

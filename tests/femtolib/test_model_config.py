@@ -130,7 +130,10 @@ def test_the_rope_spellings_of_transformers_4_and_5_mean_the_same(tiny_llama, ki
     assert all(config == configs[0] for config in configs)
     assert configs[0].rope_theta == 5e5
     assert configs[0].rope_scaling == (scaling or None)
-    theirs = LlamaConfig(**configs[0].to_dict())
+    written = configs[0].to_dict()
+    assert ModelConfig.from_dict({**written, "rope_parameters": None}, "", inline=False) == configs[0]
+    del written["rope_theta"], written["rope_scaling"]
+    theirs = LlamaConfig(**written)
     assert theirs.rope_parameters == {"rope_type": kind, "rope_theta": 5e5} | scaling
     assert ModelConfig.from_dict(configs[0].to_dict(), "", inline=False) == configs[0]
 

@@ -466,7 +466,7 @@ def test_a_folder_that_holds_something_else_is_not_replaced(config, tmp_path):
     precious = tmp_path / "other" / "chapter.txt"
     precious.parent.mkdir()
     precious.write_text("It was a dark night")
-    with pytest.raises(FemtoError, match=r"holds no config\.json, so it is not replaced"):
+    with pytest.raises(FemtoError, match="holds something else than a model and is not replaced"):
         save(precious.parent, drawn(config))
     assert precious.read_text() == "It was a dark night"
 
