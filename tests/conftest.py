@@ -216,6 +216,7 @@ def run(write_config) -> Callable[..., Run]:
 _SERVER = """
 import json, os, sys
 import torch, femto.main, femto.recipes.single_device_pretrain
+import torch._dynamo  # or every run's first optimizer step would import it
 for line in sys.stdin:
     request = json.loads(line)
     child = os.fork()
@@ -305,7 +306,7 @@ def start(write_config, tmp_path_factory):
     def idle_server() -> subprocess.Popen:
         busy = {server for server, running in runs if not running.ended}
         for server in servers:
-            if server not in busy:
+            if server not in busy and server.poll() is None:
                 return server
         command = [sys.executable, "-c", _SERVER]
         servers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
