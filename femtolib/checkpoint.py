@@ -208,7 +208,7 @@ def _incomplete(path: Path) -> str | None:
 
 
 def _stay_inside(folder: Path, name: str) -> None:
-    if Path(name).name != name:
+    if Path(name).name != name or name in ("", ".."):
         raise FemtoError(f"{folder}: names a file outside itself: {name!r}")
 
 
