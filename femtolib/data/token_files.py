@@ -6,7 +6,6 @@ Which rows are cut from the tokens is the data set's business, not the files'.""
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -87,7 +86,6 @@ def write_shard(
         arrays["trained"] = trained
     path = Path(directory) / f"tokens-{number:05d}.safetensors"
     save_file(arrays, path)
-    _sync(path)
     return Shard(path.name, len(tokens), len(document_starts), path.stat().st_size, _file_digest(path))
 
 
@@ -97,7 +95,6 @@ def write_index(directory: Path, index: Index) -> None:
     fields = asdict(index)
     ordered = {"format": fields.pop("format"), "version": fields.pop("version"), **fields}
     path.write_text(json.dumps(ordered, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    _sync(path)
 
 
 def read_index(directory: Path) -> Index:
@@ -215,12 +212,3 @@ def _file_digest(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise FemtoError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def _sync(path: Path) -> None:
-    """Waits until the file is on the disk, so that a rename after it never publishes what a power cut would lose."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

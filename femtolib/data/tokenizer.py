@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
+from femtolib.data import builtin
 from femtolib.data.token_files import is_token_directory, read_index
 from femtolib.errors import FemtoError
 
-BUILTIN = Path(__file__).parent / "builtin"
 # What makes up a tokenizer in a Hugging Face directory. config.json and generation_config.json belong to a model.
 FILES = (
     "tokenizer.json",
@@ -35,7 +35,7 @@ def load_tokenizer(source: str | Path, eos_token: str | None = None) -> "Tokeniz
     `eos_token`. Raises FemtoError where there is none, where `eos_token` contradicts the files, and for a file that
     is missing or cannot be read.
     """
-    path = BUILTIN if str(source) == "builtin" else Path(source)
+    path = builtin.TOKENIZER if str(source) == "builtin" else Path(source)
     directory = path.parent if path.name == "tokenizer.json" else path
     if path.is_dir():
         path = path / "tokenizer.json"
