@@ -15,7 +15,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--force", action="store_true", help="replace DEST where it exists")
     arguments = parser.parse_args(argv)
 
-    source = _find(arguments.name)
+    source = _find(arguments.name, arguments.dest)
     target = arguments.dest / source.name if arguments.dest.is_dir() else arguments.dest
     if target.suffix != source.suffix:
         raise FemtoError(f"{target}: no such folder, and a copy of {source.name} needs a name in {source.suffix}")
@@ -27,13 +27,18 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _find(name: str) -> Path:
-    """The shipped file of this name; the suffix, and the folder `recipes/` or `configs/`, may be left out."""
+def _find(name: str, dest: Path) -> Path:
+    """The shipped file of this name; the suffix, and the folder `recipes/` or `configs/`, may be left out.
+
+    Where a recipe and a config share the name, the suffix of `dest` tells which is meant.
+    """
     by_name = {f"recipes/{name}.py": path for name, path in recipes().items()}
     by_name |= {f"configs/{name}.yaml": path for name, path in configs().items()}
     found = [full for full in by_name if name in _spellings(full)]
     if not found:
         raise FemtoError(f"there is no recipe or config {name!r}{nearest(name, [*recipes(), *configs()])}")
+    if len(found) > 1 and dest.suffix:
+        found = [full for full in found if full.endswith(dest.suffix)] or found
     if len(found) > 1:
         raise FemtoError(f"{name!r} is a recipe and a config; say {' or '.join(found)}")
     return by_name[found[0]]

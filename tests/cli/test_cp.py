@@ -24,6 +24,14 @@ def test_a_config_is_copied_into_a_folder_under_its_own_name(femto, here, name):
     assert f"femto run {RECIPE} --config folder/llama_small.yaml" in ended.stdout
 
 
+def test_a_name_that_a_recipe_and_a_config_share_means_what_the_copy_is_called(femto, here):
+    assert femto("cp", "preprocess", "mine.py").code == femto("cp", "preprocess", "mine.yaml").code == 0
+    assert (here / "mine.py").read_bytes() == recipes()["preprocess"].read_bytes()
+    assert (here / "mine.yaml").read_bytes() == configs()["preprocess"].read_bytes()
+    ended = femto("cp", "preprocess", ".")
+    assert ended.code == 2 and "say recipes/preprocess.py or configs/preprocess.yaml" in ended.error
+
+
 def test_nothing_is_overwritten_without_force(femto, here):
     (here / "mine.py").write_text("mine")
     ended = femto("cp", RECIPE, "mine.py")
