@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from femtolib.errors import FemtoError
+from femtolib.errors import FemtoError, RunFailed
 from femtolib.sections import LogSection
 
 LEDGER_START = "0" * 16
@@ -49,12 +49,18 @@ class JsonLines:
                 if _step_of(record) > resumed_from:
                     break
                 kept += len(line)
+        self._path = path
         self._file = path.open("a", encoding="utf-8")
         self._file.truncate(kept)
 
     def write(self, **record: Any) -> None:
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        """Add a line and hand it to the system; raises RunFailed where that fails (a full disk)."""
+        line = json.dumps(record, allow_nan=False) + "\n"
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            raise RunFailed(f"{self._path}: could not be written: {error.strerror}") from None
 
     def sync(self) -> None:
         """Onto the disk: a checkpoint that is published must find its lines there, even after a power cut."""

@@ -48,6 +48,12 @@ def _fits_dtype(value: str, info: ValidationInfo) -> str:
     return value
 
 
+def _needs_validation_data(value: int | None, info: ValidationInfo) -> int | None:
+    if value is not None and "data" in info.data and info.data["data"].validation is None:
+        raise ValueError("needs data.validation")
+    return value
+
+
 def _one_of_two(value: int | None, info: ValidationInfo) -> int | None:
     if "max_steps" in info.data and (value is None) == (info.data["max_steps"] is None):
         raise ValueError("set exactly one of max_steps and epochs")
@@ -91,8 +97,16 @@ Epochs = Annotated[
     Field(description="passes over the data (this or max_steps)"),
 ]
 MaxGradNorm = Annotated[float | None, Field(gt=0, description="clip the global gradient norm to this (null: do not)")]
-ValidateEvery = Annotated[PositiveInteger | None, Field(description="steps between validations (null: at the end)")]
-ValidationMaxRows = Annotated[PositiveInteger | None, Field(description="validate on the first rows only")]
+ValidateEvery = Annotated[
+    PositiveInteger | None,
+    AfterValidator(_needs_validation_data),
+    Field(description="steps between validations (null: at the end)"),
+]
+ValidationMaxRows = Annotated[
+    PositiveInteger | None,
+    AfterValidator(_needs_validation_data),
+    Field(description="validate on the first rows only"),
+]
 
 
 # ── Model and data ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -175,13 +189,21 @@ class OptimizerSection(ConfigModel):
     name: Literal["adamw", "sgd"] = Field(
         "adamw", description="in both, weight decay is decoupled and skips 1-D weights"
     )
-    lr: float = Field(3e-4, gt=0, description="the highest learning rate of the schedule")
+    lr: float = Field(3e-4, gt=0, lt=1e6, description="the highest learning rate of the schedule")
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
         [0.9, 0.95], min_length=2, max_length=2, description="adamw: decay of the two moments"
     )
     eps: float = Field(1e-8, gt=0, description="adamw: added to the root of the second moment")
     weight_decay: float = Field(0.1, ge=0, description="per step and unit of learning rate")
     momentum: float = Field(0.0, ge=0, lt=1, description="sgd: decay of the momentum")
+
+    @field_validator("betas", "eps", "momentum")
+    @classmethod
+    def _has_an_effect(cls, value: Any, info: ValidationInfo) -> Any:
+        owner = "sgd" if info.field_name == "momentum" else "adamw"
+        if value != cls.model_fields[info.field_name].default and info.data.get("name", owner) != owner:
+            raise ValueError(f"goes with name: {owner} alone")
+        return value
 
 
 class ScheduleSection(ConfigModel):

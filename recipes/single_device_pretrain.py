@@ -213,17 +213,14 @@ def main(config: Config) -> int:
                 summed_loss += micro_loss.detach()
             loss = summed_loss.item() / trained_tokens
             grad_norm = clip_gradients(model, config.max_grad_norm)
-            if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-                metrics.write(event="end", step=step, reason="non_finite")
-                raise RunFailed(
-                    f"step {step + 1}: loss {loss}, gradient norm {grad_norm}: stopped before the update; nothing of "
-                    "this step was saved"
-                )
+            if not (math.isfinite(loss) and math.isfinite(grad_norm)):  # stop before the update that would spread it
+                raise not_finite(metrics, step, f"loss {loss} and gradient norm {grad_norm} in step {step + 1}")
             set_learning_rate(optimizer, lr)
             optimizer.step()
             optimizer.zero_grad()
 
         step += 1
+        stopping = stop.requested
         sampler.advance()
         ledger = next_ledger(ledger, step, batch_digest)
         seconds = time.perf_counter() - started
@@ -258,7 +255,7 @@ def main(config: Config) -> int:
             progress.set_postfix_str(f"{shown}, {tokens_per_second:,.0f} tokens/s")
             progress.write(f"step {step}/{steps}  {shown}  lr {lr:.3g}  {tokens_per_second:,.0f} tokens/s")
             trackers.log(step, "train", record)
-        if profiler and step + 1 == config.profile.start + config.profile.steps:
+        if profiler and (step + 1 == config.profile.start + config.profile.steps or step == steps or stopping):
             profiler.stop()
             trace = output_dir / "profile" / f"trace-rank0-step{config.profile.start}-{step}.json"
             trace.parent.mkdir(exist_ok=True)
@@ -288,6 +285,8 @@ def main(config: Config) -> int:
                     tokens += batch.trained_tokens
             model.train()
             validation = dict(step=step, loss=summed_loss.item() / tokens if tokens else None, trained_tokens=tokens)
+            if tokens and not math.isfinite(validation["loss"]):
+                raise not_finite(metrics, step, f"validation loss {validation['loss']} after step {step}")
             metrics.write(event="validation", **validation)
             trackers.log(step, "validation", validation)
             shown = f"loss {validation['loss']:.4f}" if tokens else "no trained token"
@@ -296,7 +295,6 @@ def main(config: Config) -> int:
         # ── 8 Checkpoint ──────────────────────────────────────────────────────────────────────────────────────────────
         # Written beside its place and renamed when whole: a kill at any moment leaves the checkpoint before it. Older
         # ones go only after the new one is there.
-        stopping = stop.requested
         due = step == steps or stopping or (config.checkpoint.every and step % config.checkpoint.every == 0)
         if due:
             started = time.perf_counter()
@@ -312,8 +310,7 @@ def main(config: Config) -> int:
             }
             tensors = training_tensors(model, optimizer)
             if not all(tensor.isfinite().all() for tensor in tensors.values()):
-                metrics.write(event="end", step=step, reason="non_finite")
-                raise RunFailed(f"step {step}: weights or optimizer state are not finite; nothing of it was saved")
+                raise not_finite(metrics, step, f"weights or optimizer state after step {step}")
             save_checkpoint(output_dir / "checkpoints", step, tensors, state)
             prune_checkpoints(output_dir / "checkpoints", config.checkpoint.keep_last)
             seconds = time.perf_counter() - started
@@ -343,6 +340,12 @@ def main(config: Config) -> int:
     print(f"    transformers.AutoModelForCausalLM.from_pretrained({str(output_dir / 'model')!r})")
     print(f"or train it on: model.path={output_dir / 'model'} with another output_dir")
     return EXIT_DONE
+
+
+def not_finite(metrics: JsonLines, step: int, what: str) -> RunFailed:
+    """Close the log of a run that cannot go on; what is not finite is never saved."""
+    metrics.write(event="end", step=step, reason="non_finite")
+    return RunFailed(f"{what}: not finite; stopped, and the checkpoints are those of the steps before")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ carries what the loop needs to know of it before the first backward (trained tok
 in a worker if there are any. Which rows come is the sampler's business."""
 
 import atexit
+import ctypes
 import functools
 import hashlib
 import multiprocessing
@@ -127,6 +128,7 @@ def make_loader(
             ),
             num_workers=num_workers,
             prefetch_factor=prefetch if num_workers else None,
+            worker_init_fn=_die_with_parent,
             pin_memory=pin_memory,
             generator=torch.Generator(),  # an iterator draws a seed: not from the one that a recipe may draw from
             # Under spawn and forkserver, a worker does not inherit the signals blocked at its birth.
@@ -174,6 +176,14 @@ def _raise_faults(batches: Iterator[Batch | FemtoError]) -> Iterator[Batch]:
         if isinstance(batch, FemtoError):
             raise batch
         yield batch
+
+
+def _die_with_parent(worker: int) -> None:
+    """On Linux, have the kernel kill this worker when the process that made it dies. torch's own watch takes 5 seconds,
+    in which the worker would go on holding what it inherited: the lock of the output folder."""
+    if sys.platform == "linux":
+        set_death_signal = 1  # PR_SET_PDEATHSIG of sys/prctl.h
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
 
 
 # An interpreter that exits while an iterator is alive (an exception on its way up) sends SIGTERM to the workers and
