@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from femtolib.device import DTYPES, choose_device, peak_flops, peak_memory_bytes, prepare_process
+from femtolib.device import DTYPES, choose_device, peak_flops, prepare_process
 from femtolib.errors import FemtoError
 
 CPU = torch.device("cpu")
@@ -62,7 +62,7 @@ import resource, torch
 from femtolib.device import peak_memory_bytes
 cpu = torch.device("cpu")
 before = peak_memory_bytes(cpu)
-x = torch.ones(50_000_000)
+x = torch.ones(100_000_000)
 del x
 print(before, peak_memory_bytes(cpu), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
