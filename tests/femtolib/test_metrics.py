@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from femtolib.errors import FemtoError
+from femtolib.errors import FemtoError, RunFailed
 from femtolib.metrics import JsonLines, Trackers, last_event, next_ledger, tensors_digest, verify_ledger
 from femtolib.sections import LogSection
 
@@ -142,13 +142,13 @@ def test_samples_have_steps_and_no_events(tmp_path):
     assert [line["step"] for line in read_lines(path)] == [1, 1, 2, 2]
 
 
-def test_a_full_disk_shows_where_a_line_is_written_and_the_torn_one_goes_on_resume(path):
+def test_a_full_disk_ends_the_run_by_name_and_the_torn_line_goes_on_resume(path):
     lines = JsonLines(path, None)
     lines.write(**at(1))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, hard))
     try:
-        with pytest.raises(OSError, match="too large"):
+        with pytest.raises(RunFailed, match=r"metrics\.jsonl.*too large"):
             lines.write(**at(2))
         del lines
     finally:

@@ -113,9 +113,9 @@ def test_updates_are_those_of_the_papers_with_decay_apart_from_the_gradient(rule
 
 
 def test_a_weight_without_a_gradient_is_left_alone():
-    for name in ("sgd", "adamw"):
+    for section in ({"name": "sgd", "momentum": 0.9}, {"name": "adamw"}):
         model = TwoParameters()
-        optimizer = build_optimizer(model, OptimizerSection(name=name, weight_decay=0.5, momentum=0.9))
+        optimizer = build_optimizer(model, OptimizerSection(**section, weight_decay=0.5))
         before = weights(model)
         model.vector.grad = torch.ones(3, dtype=torch.float64)
         optimizer.step()
@@ -123,11 +123,11 @@ def test_a_weight_without_a_gradient_is_left_alone():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_weight_decay_shrinks_matrices_by_exactly_its_part_once_and_leaves_norms(decoder, name, tied):
+@pytest.mark.parametrize("section", [{"name": "adamw"}, {"name": "sgd", "momentum": 0.9}], ids=["adamw", "sgd"])
+def test_weight_decay_shrinks_matrices_by_exactly_its_part_once_and_leaves_norms(decoder, section, tied):
     # minGPT#23, Fast-LLM#542: norm gains and biases shrank under weight decay.
     model = decoder(tied, torch.float64)
-    optimizer = build_optimizer(model, OptimizerSection(name=name, lr=0.1, weight_decay=0.1, momentum=0.9))
+    optimizer = build_optimizer(model, OptimizerSection(**section, lr=0.1, weight_decay=0.1))
     before = weights(model)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
