@@ -44,35 +44,32 @@ def check_inputs(model: ModelSection, data: DataSection, tokenizer: str | None) 
         try:
             loaded = load_tokenizer(tokenizer)
         except FemtoError as error:
-            faults += [f"tokenizer: {fault}" for fault in error.faults]
+            faults += error.faults
     elif raw:
         faults.append(f"tokenizer: needed, because {raw[0]} is not a token directory; `builtin` is the shipped one")
     if loaded is not None:
-        digest, owner, largest_id, bos_id, eos_id = (
-            *(loaded.digest, f"tokenizer: {tokenizer}"),
-            *(loaded.largest_id, loaded.bos_id, loaded.eos_id),
-        )
+        owner, vocabulary, digest = f"tokenizer: {tokenizer}", loaded, loaded.digest
     elif indexes:
-        owner, first = indexes[0]
-        digest, largest_id, bos_id, eos_id = first.tokenizer_digest, first.largest_id, first.bos_id, first.eos_id
+        owner, vocabulary = indexes[0]
+        digest = vocabulary.tokenizer_digest
     else:
-        raise FemtoError(*faults)
-    faults += [
-        f"{where} was made with another tokenizer than {owner}"
-        for where, index in indexes
-        if index.tokenizer_digest != digest
-    ]
-    if model_config is not None:
-        if model_config.vocab_size <= largest_id:
-            faults.append(
-                f"model: vocab_size is {model_config.vocab_size}, but {owner} has ids up to {largest_id}; "
-                f"it must be at least {largest_id + 1}"
-            )
-        if data.seq_len > model_config.max_position_embeddings:
-            faults.append(
-                f"data.seq_len: {data.seq_len} is above the model's max_position_embeddings, "
-                f"{model_config.max_position_embeddings}"
-            )
+        vocabulary = None  # a fault above says why
+    if vocabulary is not None:
+        faults += [
+            f"{where} was made with another tokenizer than {owner}"
+            for where, index in indexes
+            if index.tokenizer_digest != digest
+        ]
+    if vocabulary is not None and model_config is not None and model_config.vocab_size <= vocabulary.largest_id:
+        faults.append(
+            f"model: vocab_size is {model_config.vocab_size}, but {owner} has ids up to {vocabulary.largest_id}; "
+            f"it must be at least {vocabulary.largest_id + 1}"
+        )
+    if model_config is not None and data.seq_len > model_config.max_position_embeddings:
+        faults.append(
+            f"data.seq_len: {data.seq_len} is above the model's max_position_embeddings, "
+            f"{model_config.max_position_embeddings}"
+        )
     if faults:
         raise FemtoError(*dict.fromkeys(faults))
     assert model_config is not None
@@ -80,6 +77,6 @@ def check_inputs(model: ModelSection, data: DataSection, tokenizer: str | None) 
         return model_config
     return replace(
         model_config,
-        bos_token_id=bos_id if model_config.bos_token_id is None else model_config.bos_token_id,
-        eos_token_id=eos_id if model_config.eos_token_id is None else model_config.eos_token_id,
+        bos_token_id=vocabulary.bos_id if model_config.bos_token_id is None else model_config.bos_token_id,
+        eos_token_id=vocabulary.eos_id if model_config.eos_token_id is None else model_config.eos_token_id,
     )
