@@ -212,6 +212,13 @@ class ScheduleSection(ConfigModel):
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="the last learning rate, as a part of the highest")
     decay_steps: Annotated[PositiveInteger | None, Field(description="wsd: the last steps, with a linear decay")] = None
 
+    @field_validator("min_lr_ratio")
+    @classmethod
+    def _falls(cls, value: float, info: ValidationInfo) -> float:
+        if value and info.data.get("name") == "constant":
+            raise ValueError("has no effect with name: constant")
+        return value
+
     @field_validator("decay_steps")
     @classmethod
     def _with_wsd(cls, value: int | None, info: ValidationInfo) -> int | None:
