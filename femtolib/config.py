@@ -76,9 +76,9 @@ def _existing_path(value: Any, info: ValidationInfo) -> Any:
 
 
 def _path_or_word(value: Any, info: ValidationInfo) -> Any:
-    if not isinstance(value, str):  # here, where it is one fault; the union would find two
+    if not isinstance(value, str | Path):  # here, where it is one fault; the union would find two
         raise ValueError("should be auto, never, must or the path of a checkpoint")
-    return value if value in ("auto", "never", "must") else _existing(value, info)
+    return value if value in ("auto", "never", "must") else _existing_path(value, info)
 
 
 def _builtin_or_path(value: Any, info: ValidationInfo) -> Any:
