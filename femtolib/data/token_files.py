@@ -152,6 +152,8 @@ def map_shard(directory: Path, index: Index, number: int) -> dict[str, np.ndarra
             if name not in header and name not in expected:
                 continue
             start, end = header[name]["data_offsets"]
+            if not 0 <= start <= end:
+                raise ValueError(f"{name} lies at {start}:{end}")
             array = content[8 + header_bytes + start : 8 + header_bytes + end].view(dtype)
             if (dtypes[header[name]["dtype"]], header[name]["shape"], len(array)) != (dtype, [length], length):
                 raise ValueError(f"{name} is {header[name]['dtype']} {header[name]['shape']}, not {dtype} [{length}]")
