@@ -311,6 +311,6 @@ def test_ctrl_c_ends_a_download_at_once(environment, hub, tmp_path):
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=5)
+    _, stderr = process.communicate(timeout=20)
     assert process.returncode == 1 and "Traceback" not in stderr
     assert not list(tmp_path.rglob("*.incomplete"))
