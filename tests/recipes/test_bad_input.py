@@ -95,6 +95,10 @@ def test_the_config_that_the_faults_are_planted_in_has_none(run, config):
         (["model.vocab_size=319"], ["vocab_size", "319", "320"]),
         (["global_batch_size=38"], ["38", "37"]),
         (["schedule.name=wsd"], ["decay_steps"]),
+        (["optimizer.momentum=0.9"], ["optimizer.momentum", "sgd"]),
+        (["optimizer.lr=1e39"], ["optimizer.lr", "1e+39"]),
+        (["validate_every=5"], ["validate_every", "data.validation"]),
+        (["data.document_mask=true", "data.rows=stream"], ["document_mask"]),
         # models
         (["model.model_type=gpt2"], ["model_type", "gpt2", "llama"]),
         (["model.num_attention_heads=6"], ["hidden_size", "64", "6"]),
