@@ -29,13 +29,16 @@ def train(tmp_path, capfd):
 
 @pytest.mark.parametrize("threads", ["1", "4"])
 def test_the_shipped_config_makes_the_shipped_tokenizer_byte_for_byte(tmp_path, threads):
-    subprocess.run(
-        [sys.executable, "-m", "femto.main", "run", "train_tokenizer", "--config", "configs/train_tokenizer.yaml"]
-        + [f"output_dir={tmp_path / 'made'}"],
-        check=True,
-        cwd=tmp_path,
-        env=os.environ | {"RAYON_NUM_THREADS": threads},
-    )
+    femto = "import sys; from femto.main import main; sys.exit(main(sys.argv[1:]))"
+    arguments = [
+        "run",
+        "train_tokenizer",
+        "--config",
+        "configs/train_tokenizer.yaml",
+        f"output_dir={tmp_path / 'made'}",
+    ]
+    environment = os.environ | {"RAYON_NUM_THREADS": threads}
+    subprocess.run([sys.executable, "-c", femto, *arguments], check=True, cwd=tmp_path, env=environment)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "made" / name).read_bytes() == (builtin.TOKENIZER / name).read_bytes()
 
