@@ -23,6 +23,11 @@ from safetensors.numpy import save_file
 
 RECIPE = "single_device_pretrain"
 
+# For this process and all that tests start: models this small gain nothing from more threads, and several test
+# processes that spin for each other's cores lose most of their time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory):
