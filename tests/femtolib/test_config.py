@@ -347,6 +347,7 @@ def test_faults_of_overrides_name_the_command_line(faults):
     assert faults("", "optimizer.lr.x=1")[0].startswith("command line: optimizer.lr: ")
     assert faults("rate: 1.0", "rate.x=1")[0].startswith('override "rate.x=1": rate is 1.0')
     assert faults("number: x\n", "number=y") == ['command line: number: should be a whole number, got "y"']
+    assert faults("optimizer:\n  lr: x\n", "optimizer={lr: y}")[0].startswith("command line: optimizer.lr: ")
     for broken in ("text=[1", "text={a", "text=\x00", "text=\udcff", "text=a: b: c", "text=*x"):
         [fault] = faults("", broken)
         assert fault.startswith("override ") and "text=" in fault and "YAML" in fault

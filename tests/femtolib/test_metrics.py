@@ -89,8 +89,8 @@ def test_a_start_of_a_later_resume_goes_with_the_lines_after_it(path):
 
 @pytest.mark.parametrize(
     "torn",
-    ['{"event": "tra', '{"event": "train", "step": 3}', "\0\0\0\0", '{"a": 1}\n', "5\n", "\n", "é",
-     '{"event": "train", "step": 3}\n', '{"event": "validation", "step": "3"}\n'],
+    ['{"event": "tra', '{"event": "validation", "step": 2}', '{"event": "train", "step": 3}', "\0\0\0\0", "é", "\n",
+     '{"a": 1}\n', "5\n", '{"event": "train", "step": 3}\n', '{"event": "validation", "step": "3"}\n'],
 )  # fmt: skip
 def test_a_torn_last_line_is_removed(path, torn):
     write_lines(path, [START, at(1)])
@@ -204,9 +204,9 @@ def test_lines_past_the_checkpoint_are_not_looked_at(path):
     verify_ledger(path, 4, lines[3]["ledger"])
 
 
-def change(key: str, value) -> object:
+def change(key: str, value, place: int = 2) -> object:
     def tamper(lines: list[dict]) -> None:
-        lines[2] = lines[2] | {key: value}
+        lines[place] = lines[place] | {key: value}
 
     return tamper
 
@@ -227,7 +227,7 @@ def rewritten(lines: list[dict]) -> None:
     "tamper",
     [
         change("batch_digest", "0" * 16), change("ledger", "0" * 16), change("step", 9), change("step", 2),
-        swapped, rewritten,
+        change("batch_digest", "0" * 16, 0), change("batch_digest", "0" * 16, 5), swapped, rewritten,
         lambda lines: lines.pop(0), lambda lines: lines.pop(2), lambda lines: lines.pop(), lambda lines: lines.clear(),
         lambda lines: lines.insert(2, lines[2]), lambda lines: lines.__delitem__(slice(0, 3)),
         lambda lines: lines.__delitem__(slice(3, 6)),
