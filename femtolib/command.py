@@ -5,12 +5,14 @@ function serves `femto run NAME` and `python FILE`.
 """
 
 import argparse
+import contextlib
 import errno
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO
 
 from femtolib.config import ConfigModel, describe_keys, load_config
 from femtolib.errors import FemtoError
@@ -40,19 +42,47 @@ def run_recipe(
     parser.error = _refuse
     parser.add_argument("--config", required=True, type=Path, metavar="CONFIG", help="the YAML file of this run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys to set on top of it: optimizer.lr=1e-4")
-    try:
-        arguments = parser.parse_intermixed_args(argv)
-        return main(load_config(config_type, arguments.config, arguments.overrides)) or EXIT_DONE
-    except FemtoError as error:
-        return fail(error)
-    except KeyboardInterrupt:
-        print("error: interrupted; nothing was saved since the last checkpoint", file=sys.stderr)
-        return EXIT_FAILED
-    except OSError as error:
-        if error.errno not in _DISK_SAYS_NO:
-            raise
-        print(f"error: {error.filename or 'writing'}: {error.strerror}", file=sys.stderr)
-        return EXIT_FAILED
+    with contextlib.redirect_stdout(_Screen(sys.stdout)), contextlib.redirect_stderr(_Screen(sys.stderr)):
+        try:
+            arguments = parser.parse_intermixed_args(argv)
+            return main(load_config(config_type, arguments.config, arguments.overrides)) or EXIT_DONE
+        except FemtoError as error:
+            return fail(error)
+        except KeyboardInterrupt:
+            print("error: interrupted; nothing was saved since the last checkpoint", file=sys.stderr)
+            return EXIT_FAILED
+        except OSError as error:
+            if error.errno not in _DISK_SAYS_NO:
+                raise
+            print(f"error: {error.filename or 'writing'}: {error.strerror}", file=sys.stderr)
+            return EXIT_FAILED
+
+
+class _Screen:
+    """stdout or stderr of a run that goes on when nobody reads it any more: a Ctrl-C also ends the `tee` behind a pipe,
+    and the state must be saved all the same."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            self._into_the_void()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._into_the_void()
+
+    def _into_the_void(self) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _refuse(message: str) -> NoReturn:

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import subprocess
+import sys
 
 import pytest
 from pydantic import Field
@@ -110,6 +112,41 @@ def test_a_fault_of_the_program_keeps_its_traceback(run):
     for error in (ZeroDivisionError(), AssertionError(), FileNotFoundError(errno.ENOENT, "x"), KeyError("x")):
         with pytest.raises(type(error)):
             run(raises(error))
+
+
+READERLESS = """
+import sys
+from pathlib import Path
+from femtolib.command import run_recipe
+from femtolib.config import ConfigModel
+
+class Config(ConfigModel):
+    seed: int = 0
+
+def main(config):
+    sys.stdin.readline()  # by now nobody reads what we print
+    for number in range(3):
+        print("line", number, flush=True)
+        print("line", number, file=sys.stderr)
+    Path("saved").touch()
+    return 3
+
+sys.exit(run_recipe(Config, main))
+"""
+
+
+def test_a_run_goes_on_when_nobody_reads_its_output_any_more(tmp_path):
+    # Ctrl-C ends the `tee` of `femto run … 2>&1 | tee log` first.
+    (tmp_path / "c.yaml").write_text("")
+    reader, writer = os.pipe()
+    child = subprocess.Popen(
+        [sys.executable, "-c", READERLESS, "--config", "c.yaml"],
+        cwd=tmp_path, stdin=subprocess.PIPE, stdout=writer, stderr=writer,
+    )  # fmt: skip
+    os.close(writer)
+    os.close(reader)
+    child.communicate(b"\n", timeout=30)
+    assert child.returncode == 3 and (tmp_path / "saved").exists()
 
 
 def test_help_says_what_the_recipe_does_and_lists_every_key(run, capsys):
