@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
         print(__doc__)
         return 0
     # Before torch is imported, which reads it once: threads that wait for each other sleep instead of spinning. On a
-    # machine with other load that took a small run from 35 CPU seconds to 5; on a quiet one it costs nothing measurable.
+    # machine with other load that took a small run from 35 CPU seconds to 5.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     options, name, arguments = split(argv)
     path = find_recipe(name)

@@ -12,7 +12,6 @@ import json
 import os
 import pickle
 import re
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from femtolib.errors import FemtoError, RunFailed
+from femtolib.publish import published, remove, remove_leftovers
 
 FORMAT, VERSION = "femto-checkpoint", 1
 # DCP says so at every save and load of a single process; it is what is meant.
@@ -33,32 +33,25 @@ _STEP_NAME = re.compile(r"step_(\d{8,})")
 
 def save_checkpoint(folder: Path, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> Path:
     """Write `folder`/step_N, over an older one of that step; raises RunFailed (a full disk) and then leaves nothing."""
-    folder.mkdir(parents=True, exist_ok=True)
-    final = folder / f"step_{step:08d}"
-    temporary = folder / f".writing-{final.name}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir()
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary), no_dist=True)
-        header = {"format": FORMAT, "version": VERSION, "step": step}
-        _write_json(temporary / "state.json", header | state)
-        files = sorted(path for path in temporary.iterdir())
-        manifest = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files}
-        _write_json(temporary / "manifest.json", {"files": manifest})
-        _publish(temporary, final)
-    except (OSError, CheckpointException) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise RunFailed(f"{final}: could not be written: {_reason(error)}; older checkpoints are whole") from None
-    return final
+    path = folder / f"step_{step:08d}"
+    with published(path, replace=True) as partial:
+        try:
+            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial, sync_files=False), no_dist=True)
+        except CheckpointException as error:
+            raise RunFailed(f"{path}: could not be written: {_reason(error)}; nothing was kept of it") from None
+        _write_json(partial / "state.json", {"format": FORMAT, "version": VERSION, "step": step} | state)
+        files = sorted(partial.iterdir())
+        manifest = {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in files}
+        _write_json(partial / "manifest.json", {"files": manifest})
+    return path
 
 
 def prune_checkpoints(folder: Path, keep_last: int | None) -> None:
     """Remove all but the `keep_last` highest steps (None: keep all), and what a cut-off save or removal left."""
-    for leftover in [*folder.glob(".writing-*"), *folder.glob(".removing-*")]:
-        shutil.rmtree(leftover, ignore_errors=True)
+    remove_leftovers(folder)
     if keep_last is not None:
         for path in list_checkpoints(folder)[:-keep_last]:
-            _remove(path)
+            remove(path)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -212,35 +205,8 @@ def _stay_inside(folder: Path, name: str) -> None:
         raise FemtoError(f"{folder}: names a file outside itself: {name!r}")
 
 
-def _publish(temporary: Path, final: Path) -> None:
-    _sync_folder(temporary)
-    if final.exists():
-        _remove(final)
-    temporary.rename(final)
-    _sync_folder(final.parent)
-
-
-def _remove(path: Path) -> None:
-    """First out of sight in one step, then gone: a folder with a checkpoint's name is never half a checkpoint."""
-    aside = path.with_name(f".removing-{path.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    path.rename(aside)
-    shutil.rmtree(aside)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _write_json(path: Path, value: Any) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_text(json.dumps(value, indent=1), encoding="utf-8")
 
 
 def _read_json(path: Path) -> Any:

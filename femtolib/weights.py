@@ -9,7 +9,6 @@ own, so nothing is converted on the way.
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,9 +19,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from femtolib.config import show
-from femtolib.errors import FemtoError, RunFailed
+from femtolib.errors import FemtoError
 from femtolib.model import Decoder
 from femtolib.model_config import ModelConfig, read_json_object
+from femtolib.publish import is_empty, published
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -223,14 +223,9 @@ def save_model(
     then `directory` is as it was, and nothing else is left behind.
     """
     directory = directory.resolve()
-    partial = directory.with_name(f".{directory.name}.partial")
-    try:
-        if directory.exists() and not (directory / "config.json").is_file() and not _is_empty(directory):
-            raise FemtoError(
-                f"{directory}: holds something else than a model and is not replaced: choose another place"
-            )
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+    if directory.exists() and not (directory / "config.json").is_file() and not is_empty(directory):
+        raise FemtoError(f"{directory}: holds something else than a model and is not replaced: choose another place")
+    with published(directory, replace=True) as partial:
         _write_tensors(partial, config, tensors, dtype, max_shard_bytes)
         name = str(dtype).removeprefix("torch.")
         _write_json(partial / "config.json", {**config.to_dict(), "dtype": name, "torch_dtype": name})
@@ -238,15 +233,6 @@ def save_model(
         _write_json(partial / "generation_config.json", {k: v for k, v in token_ids.items() if v is not None})
         for file in tokenizer_files:
             shutil.copyfile(file, partial / file.name)
-        for file in partial.iterdir():
-            shutil.copymode(partial / "config.json", file)  # safetensors makes files that their owner alone may read
-            _sync(file)
-        _sync(partial)
-        _replace(directory, partial)
-    except (OSError, SafetensorError) as error:
-        raise RunFailed(f"{directory}: the model could not be written: {error}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write_tensors(
@@ -295,28 +281,5 @@ def _shard_name(number: int, count: int) -> str:
     return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _is_empty(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
-
-
 def _write_json(path: Path, value: dict) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _replace(directory: Path, partial: Path) -> None:
-    """Put `partial` in the place of `directory`: the old one goes out of sight before it goes."""
-    replaced = directory.with_name(f".{directory.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if directory.exists():
-        directory.rename(replaced)
-    partial.rename(directory)
-    _sync(directory.parent)
-    shutil.rmtree(replaced, ignore_errors=True)

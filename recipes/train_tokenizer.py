@@ -20,8 +20,8 @@ from femtolib import sections
 from femtolib.command import run_recipe
 from femtolib.config import ConfigModel, InputPatterns, PositiveInteger
 from femtolib.data.documents import Sieve, find_files, read_documents
-from femtolib.data.publish import locked, published
 from femtolib.errors import FemtoError
+from femtolib.publish import locked, published
 
 LAUNCH = "single"
 

@@ -20,10 +20,10 @@ import numpy as np
 from tqdm import tqdm
 
 from femtolib.data.documents import Document, Sieve, find_files, read_documents
-from femtolib.data.publish import locked, published
 from femtolib.data.token_files import VERSION, Index, is_token_directory, write_index, write_shard
 from femtolib.data.tokenizer import Tokenizer, load_tokenizer
 from femtolib.errors import FemtoError
+from femtolib.publish import locked, published
 
 SHARD_TOKENS = 2**26  # 128 MB of uint16, held in memory while it fills
 BATCH_CHARACTERS = 2**18  # a tokenizer takes some 50 bytes a character while it encodes

@@ -23,6 +23,7 @@ from femtolib.checkpoint import (
     tensor_shapes,
 )
 from femtolib.errors import FemtoError, RunFailed
+from femtolib.publish import remove
 
 STATE = {"ledger": "0123456789abcdef", "sampler": {"consumed_rows": 12}, "config": {"lr": 1e-5, "none": None}}
 
@@ -165,9 +166,9 @@ def test_a_save_killed_at_any_moment_leaves_the_checkpoints_before_it_and_can_be
         real_write(path, value)
 
     def rename(self, target):
-        if moment == "rename" and self.name.startswith(".writing-"):
+        if moment == "rename" and self.name.endswith(".partial"):
             raise Killed
-        if moment == "removal" and Path(target).name.startswith(".removing-"):
+        if moment == "removal" and Path(target).name.endswith(".replaced"):
             real_rename(self, target)
             raise Killed
         return real_rename(self, target)
@@ -249,7 +250,7 @@ def test_checkpoints_are_ordered_by_number_and_strays_are_passed_over(folder):
     tensors = {"x": torch.zeros(1)}
     for step in (1000, 900, 123_456_789, 100_000_000):
         save_checkpoint(folder, step, tensors, {})
-    for stray in ("best", "epoch_9", "epoch_10", "step_9", "step_x", "step_00000007.old", ".writing-step_00000008"):
+    for stray in ("best", "epoch_9", "epoch_10", "step_9", "step_x", "step_00000007.old", ".step_00000008.partial"):
         shutil.copytree(folder / "step_00000002", folder / stray)
     (folder / "step_00000006").mkdir()
     (folder / "notes.txt").write_text("mine")
@@ -266,8 +267,8 @@ def test_the_lowest_steps_are_removed_and_nothing_else(folder, keep_last, kept):
         save_checkpoint(folder, step, {"x": torch.zeros(1)}, {})
     (folder / "best").mkdir()
     (folder / "step_00002000").mkdir()  # half a checkpoint of another program, of which we know nothing
-    (folder / ".writing-step_00000006").mkdir()
-    (folder / ".removing-step_00000001").mkdir()
+    (folder / ".step_00000006.partial").mkdir()
+    (folder / ".step_00000001.replaced").mkdir()
     prune_checkpoints(folder, keep_last)
     assert names(folder) == [f"step_{step:08d}" for step in kept or [2, 4, 900, 1000]]
     assert {path.name for path in folder.iterdir()} - set(names(folder)) == {"best", "step_00002000"}
@@ -281,7 +282,7 @@ def test_a_removal_that_is_cut_off_leaves_no_half_checkpoint(folder, monkeypatch
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", killed)
         with pytest.raises(Killed):
-            checkpoint._remove(folder / "step_00000002")
+            remove(folder / "step_00000002")
     assert names(folder) == ["step_00000004"]
     assert not (folder / "step_00000002").exists()
 

@@ -1,6 +1,6 @@
 """A directory that is whole or not there: made beside its place under another name, brought to the disk, published by
-rename, while a lock file keeps other processes from making the same one. Whatever ends the making, an error, Ctrl-C or
-SIGTERM, leaves nothing behind; what a killed process left goes when the same directory is next made."""
+rename. Whatever ends the making, an error, Ctrl-C or SIGTERM, leaves nothing behind; what a killed process left goes
+when the same directory is next made. Token directories, checkpoints and models all come about this way."""
 
 import contextlib
 import fcntl
@@ -48,26 +48,69 @@ def locked(directory: Path, *, wait: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def published(directory: Path) -> Iterator[Path]:
-    """A new folder that takes the name `directory` when all went well and is removed when not, also at SIGTERM."""
-    partial = directory.with_name(f".{directory.name}.partial")
+def published(directory: Path, *, replace: bool = False) -> Iterator[Path]:
+    """A new folder that takes the name `directory` when all went well and is removed when not, also at SIGTERM.
+
+    `replace`: an older directory of that name goes once the new one is there; otherwise it is refused, unless empty.
+    Raises RunFailed where writing fails (a full disk); the older directory is then as it was.
+    """
+    partial = _beside(directory, "partial")
     try:
-        if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+        if directory.exists() and not replace and not is_empty(directory):
             raise FemtoError(f"output_dir: {directory} exists already: remove it, or choose another")
         shutil.rmtree(partial, ignore_errors=True)  # what a killed process left
-        partial.mkdir()
-    except OSError as error:
-        raise FemtoError(f"{directory}: cannot be written: {error.strerror}") from None
-    try:
+        partial.mkdir(parents=True)
         with _terminable():
             yield partial
+            mode = 0o666 & ~_umask(partial)
             for file in [path for path in partial.rglob("*") if path.is_file()]:
+                file.chmod(mode)  # safetensors makes files that their owner alone may read
                 _sync(file)
-            partial.replace(directory)
+            _sync(partial)
+            replaced = _beside(directory, "replaced")
+            shutil.rmtree(replaced, ignore_errors=True)
+            if directory.exists():
+                directory.rename(replaced)
+            partial.rename(directory)
+            _sync(directory.parent)
+            shutil.rmtree(replaced, ignore_errors=True)
     except (OSError, SafetensorError) as error:
-        raise RunFailed(f"{directory}: writing failed, nothing was kept: {getattr(error, 'strerror', error)}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise RunFailed(f"{directory}: could not be written: {reason}; nothing was kept of it") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def remove(directory: Path) -> None:
+    """First out of sight in one step, then gone: what bears its name is never half a directory."""
+    aside = _beside(directory, "replaced")
+    shutil.rmtree(aside, ignore_errors=True)
+    directory.rename(aside)
+    shutil.rmtree(aside)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed processes left in `folder` of directories that were being published or removed."""
+    for leftover in [*folder.glob(".*.partial"), *folder.glob(".*.replaced")]:
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _beside(directory: Path, what: str) -> Path:
+    return directory.with_name(f".{directory.name}.{what}")
+
+
+def _umask(folder: Path) -> int:
+    """The process's file mode mask, read off a new file: to ask for it is to set it, for other threads too."""
+    probe = folder / ".mode"
+    probe.touch()
+    try:
+        return 0o666 & ~probe.stat().st_mode
+    finally:
+        probe.unlink()
 
 
 @contextlib.contextmanager
