@@ -157,7 +157,7 @@ class DataSection(ConfigModel):
     document_mask: bool | None = Field(None, description="keep documents apart (null: false for stream, else true)")
     shuffle: bool = Field(True, description="a new order of the rows each epoch")
     tail: Literal["drop", "pad"] = Field("drop", description="an epoch's last rows short of a global batch")
-    num_workers: Count = Field(0, description="processes that prepare batches (0: the main one)")
+    num_workers: Count = Field(0, le=256, description="processes that prepare batches (0: the main one)")
     prefetch: PositiveInteger = Field(2, description="batches that each worker keeps ready")
     text_key: str = Field("text", min_length=1, description="raw .jsonl and .parquet: the key that holds the text")
     text_documents: Literal["line", "file"] = Field("line", description="raw .txt: what one document is")
