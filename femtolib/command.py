@@ -9,12 +9,13 @@ import contextlib
 import errno
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from femtolib.config import ConfigModel, describe_keys, load_config
+from femtolib.config import ConfigModel, describe_keys, load_config, show
 from femtolib.errors import FemtoError
 
 EXIT_DONE, EXIT_FAILED, EXIT_USER, EXIT_STOPPED = 0, 1, 2, 3
@@ -55,6 +56,12 @@ def run_recipe(
             if error.errno not in _DISK_SAYS_NO:
                 raise
             print(f"error: {error.filename or 'writing'}: {error.strerror}", file=sys.stderr)
+            return EXIT_FAILED
+        except (MemoryError, RuntimeError) as error:
+            if not isinstance(error, MemoryError) and not re.search("out of memory|can't allocate memory", str(error)):
+                raise
+            remedy = "a smaller micro_batch_size, data.seq_len or model needs less"
+            print(f"error: out of memory ({show(str(error))}); {remedy}", file=sys.stderr)
             return EXIT_FAILED
 
 

@@ -103,13 +103,37 @@ def test_a_full_disk_is_a_line_that_names_the_file(run):
     )
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 7.28 TiB for an array"),
+        RuntimeError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139 GiB of which 3 B"
+        ),
+        RuntimeError(
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 819200000000 bytes."
+        ),
+    ],
+)
+def test_too_little_memory_is_a_line_that_says_what_needs_less(run, error):
+    code, out, err = run(raises(error))
+    assert code == 1 and out == "" and err.count("\n") == 1 and len(err) < 250
+    assert err.startswith("error: out of memory") and "micro_batch_size" in err and str(error)[:30] in err
+
+
 def test_an_interrupt_is_a_line_and_code_1(run):
     code, out, err = run(raises(KeyboardInterrupt()))
     assert code == 1 and out == "" and err.startswith("error: interrupted") and err.count("\n") == 1
 
 
 def test_a_fault_of_the_program_keeps_its_traceback(run):
-    for error in (ZeroDivisionError(), AssertionError(), FileNotFoundError(errno.ENOENT, "x"), KeyError("x")):
+    for error in (
+        ZeroDivisionError(),
+        AssertionError(),
+        FileNotFoundError(errno.ENOENT, "x"),
+        KeyError("x"),
+        RuntimeError("shape"),
+    ):
         with pytest.raises(type(error)):
             run(raises(error))
 
