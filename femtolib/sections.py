@@ -158,7 +158,7 @@ class DataSection(ConfigModel):
     shuffle: bool = Field(True, description="a new order of the rows each epoch")
     tail: Literal["drop", "pad"] = Field("drop", description="an epoch's last rows short of a global batch")
     num_workers: Count = Field(0, le=256, description="processes that prepare batches (0: the main one)")
-    prefetch: PositiveInteger = Field(2, description="batches that each worker keeps ready")
+    prefetch: PositiveInteger = Field(2, le=1024, description="batches that each worker keeps ready")
     text_key: str = Field("text", min_length=1, description="raw .jsonl and .parquet: the key that holds the text")
     text_documents: Literal["line", "file"] = Field("line", description="raw .txt: what one document is")
     on_bad_document: Literal["stop", "skip"] = Field("stop", description="raw files: what a broken document does")

@@ -120,7 +120,8 @@ def test_one_source_or_several_are_a_list(load):
         "schedule.warmup_steps=-1", "schedule.min_lr_ratio=1.1", "schedule.min_lr_ratio=-0.1", "checkpoint.every=0",
         "checkpoint.keep_last=0", "checkpoint.keep_last=-1", "export.dtype=int8", "export.max_shard_bytes=0",
         "log.every=0", "profile.start=0", "profile.steps=0", "data.train=[]", "data.rows=documents", "data.seq_len=0",
-        "data.tail=keep", "data.num_workers=-1", "data.prefetch=0", "data.text_key=''", "data.text_documents=word",
+        "data.tail=keep", "data.num_workers=-1", "data.num_workers=2000", "data.prefetch=0",
+        "data.prefetch=2000", "data.text_key=''", "data.text_documents=word",
         "data.on_bad_document=ignore", "data.too_long=cut", "resume=sometimes",
     ],
 )  # fmt: skip
