@@ -67,19 +67,19 @@ def read_documents(
     """The documents of `files`, in order. text_key: the key or column that holds the text; text_documents: whether
     each line of a .txt is a document or the whole file. Raises FemtoError naming a file that is damaged or missing."""
     for path in files:
-        kind = _kind(path)
+        kind, name = _kind(path), str(path)
         try:
             if kind == ".parquet":
                 yield from _read_parquet(path, text_key)
             elif kind == ".txt" and text_documents == "file":
-                yield _decode_text(f"{path}:1", b"".join(_chunks(path)), first=True)
+                yield _decode_text(f"{name}:1", b"".join(_chunks(path)), first=True)
             elif kind == ".txt":
                 for number, line in enumerate(_lines(_chunks(path)), 1):
-                    yield _decode_text(f"{path}:{number}", line, first=number == 1)
+                    yield _decode_text(f"{name}:{number}", line, first=number == 1)
             else:
                 for number, line in enumerate(_lines(_chunks(path)), 1):
                     if not line.isspace() and line:
-                        yield _parse_object(f"{path}:{number}", line, text_key, first=number == 1)
+                        yield _parse_object(f"{name}:{number}", line, text_key, first=number == 1)
         except OSError as error:
             raise FemtoError(f"{path}: cannot be read: {error.strerror or error}") from None
         except (EOFError, zlib.error) as error:

@@ -122,15 +122,18 @@ def _write(
         place = int.from_bytes(hashlib.sha256(document.text.encode()).digest()[:8]) / 2**64
         return "validation" if place < validation_fraction else "train"
 
-    def encode(part: str, batch: list[Document]) -> tuple[str, list[Document], list[np.ndarray]]:
-        return part, batch, tokenizer.encode_documents([document.text for document in batch])
+    def encode(part: str, batch: list[Document]) -> tuple[str, list[Document], np.ndarray, np.ndarray]:
+        return part, batch, *tokenizer.encode_documents([document.text for document in batch])
 
-    def write(part: str, batch: list[Document], encoded: list[np.ndarray]) -> None:
-        for document, ids in zip(batch, encoded, strict=True):
-            if control := tokenizer.control_token_in(ids):
-                sieve.refuse(f"{document.where}: this tokenizer reads {control!r} in the text as its control token")
-            else:
-                writers[part].add(ids)
+    def write(part: str, batch: list[Document], ids: np.ndarray, ends: np.ndarray) -> None:
+        control = tokenizer.control_tokens_in(ids, ends)
+        for number, token in control.items():
+            sieve.refuse(f"{batch[number].where}: this tokenizer reads {token!r} in the text as its control token")
+        if control:
+            lengths = np.diff(ends, prepend=0)
+            kept = ~np.isin(np.arange(len(batch)), list(control))
+            ids, ends = ids[np.repeat(kept, lengths)], np.cumsum(lengths[kept])
+        writers[part].add(ids, ends)
         progress.update(sum(len(document.text.encode()) for document in batch))
         made = sum(writer.documents for writer in writers.values())
         progress.set_postfix_str(f"{made / max(progress.format_dict['elapsed'], 1e-3):,.0f} documents/s", refresh=False)
@@ -188,14 +191,23 @@ class _ShardWriter:
         self.documents = 0
         self._tokens, self._starts = bytearray(), array("q")
 
-    def add(self, ids: np.ndarray) -> None:
-        tokens = len(self._tokens) // self.dtype.itemsize
-        if tokens and tokens + len(ids) > self.shard_tokens:
-            self.flush()
-            tokens = 0
-        self._starts.append(tokens)
-        self._tokens += ids.tobytes()
-        self.documents += 1
+    def add(self, ids: np.ndarray, ends: np.ndarray) -> None:
+        """Takes documents, one after the other in `ids`, each ending where `ends` says."""
+        first, start = 0, 0  # the next document, and where it starts in `ids`
+        while first < len(ends):
+            filled = len(self._tokens) // self.dtype.itemsize
+            after = int(np.searchsorted(ends, start + self.shard_tokens - filled, side="right"))  # those that fit
+            if not filled:
+                after = max(after, first + 1)  # one longer than a shard has a shard of its own
+            if after <= first:
+                self.flush()
+                continue
+            starts = np.append(start, ends[first : after - 1]) - start + filled
+            stop = int(ends[after - 1])
+            self._starts.frombytes(starts.astype(np.int64).tobytes())
+            self._tokens += ids[start:stop].tobytes()
+            first, start = after, stop
+        self.documents += len(ends)
 
     def flush(self) -> None:
         tokens, starts = np.frombuffer(self._tokens, self.dtype), np.frombuffer(self._starts, np.int64)

@@ -86,21 +86,33 @@ class Tokenizer:
         self._control = np.zeros(self.largest_id + 1, bool)
         self._control[[*special, *self.prefix, *self.suffix]] = True
 
-    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each document, prefix and suffix included, as arrays of `dtype`. Runs in Rust, without the GIL."""
-        # array.array copies a list of integers faster than numpy does (22 against 30 ns a token, tokenizers 0.23).
-        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(array("I", [*self.prefix, *encoding.ids, *self.suffix]), self.dtype) for encoding in encodings]
+    def encode_documents(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of all documents, one after the other, and where each ends: [tokens] `dtype`, [documents] int64.
 
-    def control_token_in(self, ids: np.ndarray) -> str | None:
-        """The control token that a document's own text was read as, if any.
+        Runs in Rust, outside the GIL, but for handing over the ids.
+        """
+        ids, ends = array("I"), array("q")
+        for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False):
+            ids.fromlist(self.prefix)
+            ids.fromlist(encoding.ids)  # the fastest way to get at them: 20 ns a token; numpy takes 30
+            ids.fromlist(self.suffix)
+            ends.append(len(ids))
+        return np.array(ids, self.dtype), np.array(ends)
+
+    def control_tokens_in(self, ids: np.ndarray, ends: np.ndarray) -> dict[int, str]:
+        """The documents whose own text was read as a control token, and which.
 
         `encode_special_tokens` prevents it for tokens found by a search in the text; but a model whose own vocabulary
         holds the token (WordLevel, Unigram) may still spell the text so.
         """
-        body = ids[len(self.prefix) : len(ids) - len(self.suffix)]
-        found = body[self._control[body]]
-        return self.backend.id_to_token(int(found[0])) if len(found) else None
+        starts = np.append(0, ends[:-1])
+        added = len(self.prefix) + len(self.suffix)
+        counts = np.add.reduceat(self._control[ids], starts, dtype=np.int64)
+        found = {}
+        for number in np.flatnonzero(counts > added).tolist():
+            body = ids[starts[number] + len(self.prefix) : ends[number] - len(self.suffix)]
+            found[number] = self.backend.id_to_token(int(body[self._control[body]][0]))
+        return found
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens shown."""

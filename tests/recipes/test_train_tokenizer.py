@@ -52,7 +52,7 @@ def test_special_tokens_come_first_and_the_first_ends_a_document(tmp_path, train
     assert [tokenizer.backend.token_to_id(token) for token in special] == [0, 1, 2]
     assert (tokenizer.eos_id, tokenizer.vocab_size, tokenizer.largest_id) == (0, 270, 269)
     text = "never seen: \0 \x7f é ﷽ <|end|>\r\n"
-    (ids,) = tokenizer.encode_documents([text])
+    ids, _ = tokenizer.encode_documents([text])
     assert tokenizer.decode(ids[:-1]) == text
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 

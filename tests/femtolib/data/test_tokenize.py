@@ -168,12 +168,12 @@ def test_a_bad_document_stops_and_leaves_nothing_or_is_counted(tmp_path, words, 
 
 def test_a_text_that_a_tokenizer_takes_for_its_control_token_is_a_bad_document(tmp_path, word_tokenizer):
     tokenizer = load_tokenizer(word_tokenizer(100, end="plain"))
-    texts = documents("w1", "w2 <eos> w3", "w4")
+    texts = documents("w1", "w2 <eos> w3", "w4", "<eos>")
     with pytest.raises(FemtoError, match=r"test:2: .*'<eos>'"):
         tokenize_documents(texts, tokenizer, tmp_path / "t", sources=[])
     index = tokenize_documents(texts, tokenizer, tmp_path / "t", sources=[], on_bad_document="skip")[""]
     assert stored(tmp_path / "t") == [[1, 99], [4, 99]]
-    assert index.skipped == {"empty": 0, "bad": 1}
+    assert index.skipped == {"empty": 0, "bad": 2}
 
 
 def test_an_output_that_exists_is_refused_unless_it_is_an_empty_folder(tmp_path, words):

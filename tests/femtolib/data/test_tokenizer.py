@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import tokenizers
 
@@ -10,7 +11,9 @@ from femtolib.errors import FemtoError
 
 
 def ids(tokenizer, *texts):
-    return [array.tolist() for array in tokenizer.encode_documents(texts)]
+    encoded, ends = tokenizer.encode_documents(texts)
+    assert encoded.dtype == tokenizer.dtype and ends[-1] == len(encoded)
+    return [document.tolist() for document in np.split(encoded, ends[:-1])]
 
 
 # litgpt#706, TinyLlama#116: documents without a separator, or with two
@@ -47,9 +50,8 @@ def test_special_token_text_is_text_and_decodes_to_itself(byte_tokenizer, post):
 
 def test_the_control_token_that_a_vocabulary_of_words_finds_in_a_text_is_named(word_tokenizer):
     tokenizer = load_tokenizer(word_tokenizer(100, end="plain"))
-    good, bad = tokenizer.encode_documents(["w1 w2", "w1 <eos> w2"])
-    assert tokenizer.control_token_in(good) is None
-    assert tokenizer.control_token_in(bad) == "<eos>"
+    encoded = tokenizer.encode_documents(["w1 w2", "w1 <eos> w2", "<eos>", "w3"])
+    assert tokenizer.control_tokens_in(*encoded) == {1: "<eos>", 2: "<eos>"}
 
 
 def test_an_unknown_word_is_no_control_token_though_its_token_is_special(byte_tokenizer, tmp_path):
@@ -58,9 +60,8 @@ def test_an_unknown_word_is_no_control_token_though_its_token_is_special(byte_to
     backend.add_special_tokens(["<unk>", "<eos>"])
     backend.save(str(tmp_path / "words.json"))
     tokenizer = load_tokenizer(tmp_path / "words.json", "<eos>")
-    (encoded,) = tokenizer.encode_documents(["a never"])
-    assert encoded.tolist() == [2, 0, 1]
-    assert tokenizer.control_token_in(encoded) is None
+    assert ids(tokenizer, "a never") == [[2, 0, 1]]
+    assert tokenizer.control_tokens_in(*tokenizer.encode_documents(["a never", "never"])) == {}
 
 
 def test_truncation_padding_and_dropout_are_switched_off_with_a_notice(byte_tokenizer, capsys):
@@ -91,10 +92,9 @@ def test_the_digest_tells_tokenizers_apart(byte_tokenizer):
 def test_ids_have_two_bytes_only_where_the_largest_possible_one_fits(word_tokenizer, size, added, dtype):
     tokenizer = load_tokenizer(word_tokenizer(size, added))
     last = f"w{size - 2}" if not added else "x0"
-    (encoded,) = tokenizer.encode_documents([f"w0 {last}"])
-    assert tokenizer.dtype == encoded.dtype == dtype
+    assert tokenizer.dtype == dtype
     assert tokenizer.largest_id == size + added - 1
-    assert encoded.tolist() == [0, size - 2 if not added else size, size - 1]
+    assert ids(tokenizer, f"w0 {last}") == [[0, size - 2 if not added else size, size - 1]]
 
 
 # ── Which token ends a document ───────────────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,32 @@
+"""One process at a time makes a directory, also in the moment when the lock changes hands."""
+
+import threading
+
+import pytest
+
+from femtolib.errors import FemtoError
+from femtolib.publish import locked
+
+
+def test_a_lock_got_by_waiting_keeps_others_out(tmp_path, capfd):
+    waiting, inside, leave = threading.Event(), threading.Event(), threading.Event()
+
+    def wait():
+        waiting.set()
+        with locked(tmp_path / "t", wait=True):
+            inside.set()
+            leave.wait(30)
+
+    waiter = threading.Thread(target=wait)
+    with locked(tmp_path / "t", wait=False):
+        waiter.start()
+        waiting.wait(30)
+        while "waiting for another process" not in capfd.readouterr().err:
+            assert waiter.is_alive()
+    assert inside.wait(30)
+    # The lock file that the waiter had opened is gone by now: a lock on it would keep nobody out.
+    with pytest.raises(FemtoError, match="being made by another process"), locked(tmp_path / "t", wait=False):
+        pass
+    leave.set()
+    waiter.join()
+    assert not list(tmp_path.iterdir())
