@@ -22,9 +22,9 @@ def locked(directory: Path, *, wait: bool) -> Iterator[None]:
     """Keeps other processes from making the same directory; raises FemtoError where it cannot, or may not wait."""
     path = directory.with_name(f".{directory.name}.lock")
     try:
-        made = [parent for parent in path.parents if not parent.exists()]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        while True:
+        while True:  # from the start each time: who had the lock and failed took away what it had made
+            made = [parent for parent in path.parents if not parent.exists()]
+            path.parent.mkdir(parents=True, exist_ok=True)
             lock = path.open("w")
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -9,23 +9,24 @@ from femtolib.publish import locked
 
 
 def test_a_lock_got_by_waiting_keeps_others_out(tmp_path, capfd):
+    directory = tmp_path / "new" / "t"  # `new` is made for the lock, and goes with it where nothing else came to be
     waiting, inside, leave = threading.Event(), threading.Event(), threading.Event()
 
     def wait():
         waiting.set()
-        with locked(tmp_path / "t", wait=True):
+        with locked(directory, wait=True):
             inside.set()
             leave.wait(30)
 
     waiter = threading.Thread(target=wait)
-    with locked(tmp_path / "t", wait=False):
+    with locked(directory, wait=False):
         waiter.start()
         waiting.wait(30)
         while "waiting for another process" not in capfd.readouterr().err:
             assert waiter.is_alive()
     assert inside.wait(30)
     # The lock file that the waiter had opened is gone by now: a lock on it would keep nobody out.
-    with pytest.raises(FemtoError, match="being made by another process"), locked(tmp_path / "t", wait=False):
+    with pytest.raises(FemtoError, match="being made by another process"), locked(directory, wait=False):
         pass
     leave.set()
     waiter.join()
