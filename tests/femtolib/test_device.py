@@ -47,7 +47,7 @@ torch.set_num_threads(1)
 if sys.argv[1] == "prepared":
     prepare_process(torch.device("cpu"), threads=None, deterministic=False)
 def step():
-    a = torch.ones(4_000_000)
+    a = torch.ones(10_000_000)  # 40 MB: above 32 MB glibc always maps
     return [a + 1, a * 2, a - 3]
 for _ in range(3):
     step()
