@@ -5,6 +5,8 @@ lists of rows, and digests batches from the published byte format."""
 import hashlib
 import json
 import math
+import os
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -248,3 +250,18 @@ def reference() -> SimpleNamespace:
         distance=distance,
         weight_distance=weight_distance,
     )
+
+
+class _Canary:
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.fixture
+def canary(tmp_path) -> SimpleNamespace:
+    """`.pickle`: bytes that, loaded by an unrestricted unpickler, make the folder `.path`."""
+    path = tmp_path / "canary"
+    return SimpleNamespace(path=path, pickle=pickle.dumps(_Canary(path)))

@@ -2,8 +2,6 @@
 with nothing left behind."""
 
 import json
-import os
-import pickle
 import re
 import shutil
 from pathlib import Path
@@ -216,16 +214,6 @@ def edit_json(path: Path, **changes) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-class Canary:
-    """A pickle of this creates a folder when it is loaded without restriction."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-10])
 
@@ -259,12 +247,11 @@ def test_a_shard_outside_its_directory_is_refused(run, changed, config, tokens):
 
 
 @pytest.mark.parametrize("name", ["index.json", "tokens-00000.safetensors", "tokenizer.json", "tokenizer_config.json"])
-def test_a_pickle_among_the_tokens_never_runs(run, changed, config, tokens, tmp_path, name):
-    canary = tmp_path / "canary"
+def test_a_pickle_among_the_tokens_never_runs(run, changed, config, tokens, canary, name):
     size = (tokens / name).stat().st_size
-    (tokens / name).write_bytes(pickle.dumps(Canary(canary)).ljust(size, b"\0")[:size])
+    (tokens / name).write_bytes(canary.pickle.ljust(size, b"\0")[:size])
     result = run(changed(config, {"data": {"train": str(tokens)}, "max_steps": 3}))
-    assert not canary.exists()
+    assert not canary.path.exists()
     if name.startswith("tokenizer"):
         assert result.exit_code in (0, 2) and "Traceback" not in result.stderr  # only copied to OUTPUT/model
     else:
@@ -371,13 +358,12 @@ def test_a_tied_model_loads_by_either_name(run, changed, config, reference, tmp_
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "pytorch_model.bin", "tokenizer.json"])
-def test_a_pickle_among_the_weights_never_runs(run, config, model, tmp_path, name):
-    canary = tmp_path / "canary"
-    (model / name).write_bytes(pickle.dumps(Canary(canary)))
+def test_a_pickle_among_the_weights_never_runs(run, config, model, canary, name):
+    (model / name).write_bytes(canary.pickle)
     if name == "pytorch_model.bin":
         (model / "model.safetensors").unlink()
     result = run({**config, "model": {"path": str(model)}})
-    assert not canary.exists()
+    assert not canary.path.exists()
     if name == "tokenizer.json":
         assert result.exit_code in (0, 2) and "Traceback" not in result.stderr, result
     else:
@@ -395,7 +381,7 @@ def test_an_output_that_cannot_be_a_folder_is_refused(run, config, tmp_path):
     assert (tmp_path / "file").read_text() == "kept"
 
 
-def test_help_names_every_key_and_its_default(run, start, tmp_path):
+def test_help_names_every_key_and_its_default(start, tmp_path):
     result = start.command("femto run single_device_pretrain --help", tmp_path).result()
     assert result.exit_code == 0 and not result.stderr, result
     for key in ("micro_batch_size", "optimizer.lr", "schedule.warmup_steps", "data.seq_len", "checkpoint.every"):
