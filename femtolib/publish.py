@@ -41,10 +41,10 @@ def locked(directory: Path, *, wait: bool) -> Iterator[None]:
         yield
     finally:
         path.unlink(missing_ok=True)
-        lock.close()
         with contextlib.suppress(OSError):  # not empty: all went well
             for parent in made:
                 parent.rmdir()
+        lock.close()
 
 
 @contextlib.contextmanager
