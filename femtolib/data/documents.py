@@ -262,12 +262,12 @@ def _read_parquet(path: Path, text_key: str) -> Iterator[Document]:
     from pyarrow import ArrowException
 
     try:
-        with parquet.ParquetFile(path) as file:
+        with parquet.ParquetFile(path, buffer_size=CHUNK) as file:  # else whole row groups are read at once
             if text_key not in file.schema_arrow.names:
                 names = ", ".join(map(repr, file.schema_arrow.names))
                 raise FemtoError(f"{path}: no column {text_key!r} (columns: {names}): set text_key")
             number = 0
-            for batch in file.iter_batches(batch_size=256, columns=[text_key], use_threads=False):
+            for batch in file.iter_batches(batch_size=64, columns=[text_key], use_threads=False):
                 for value in batch.column(0):
                     number += 1
                     try:

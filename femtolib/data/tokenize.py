@@ -51,7 +51,14 @@ def tokenize_documents(
     """
     with locked(output_dir, wait=False), published(output_dir) as partial:
         return _write(
-            *(documents, tokenizer, partial, sources, validation_fraction, shard_tokens, workers, on_bad_document)
+            documents,
+            tokenizer,
+            partial,
+            sources=sources,
+            validation_fraction=validation_fraction,
+            shard_tokens=shard_tokens,
+            workers=workers,
+            on_bad_document=on_bad_document,
         )
 
 
@@ -69,20 +76,21 @@ def prepare_tokens(
     What is in the cache is known by path, size and time of change of the files, by the tokenizer and the settings. Of
     several processes that need the same directory one makes it; the others wait on its lock file.
     """
-    directories = []
+    directories, loaded = [], None
     for name in paths:
         if name != "builtin" and is_token_directory(Path(name)):
             directories.append(Path(name))
             continue
         if tokenizer is None:
             raise FemtoError(f"tokenizer: needed: {name} is not a token directory; `builtin` is the shipped one")
-        loaded = load_tokenizer(tokenizer)
+        loaded = loaded or load_tokenizer(tokenizer)
         files = find_files([name])
         reading = {"text_key": "text" if name == "builtin" else text_key, "text_documents": text_documents}
         identity = {
             "version": VERSION,
             "files": [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files],
-            "tokenizer": loaded.digest,
+            # All its files, since the token directory will hold copies of them.
+            "tokenizer": [hashlib.sha256(file.read_bytes()).hexdigest() for file in loaded.files],
             "eos_id": loaded.eos_id,
             "on_bad_document": on_bad_document,
             **reading,
@@ -94,9 +102,9 @@ def prepare_tokens(
                 if not is_token_directory(directory):  # else another process has made it meanwhile
                     print(f"tokenizing {name} into {directory}", file=sys.stderr)
                     with published(directory) as partial:
+                        documents = read_documents(files, **reading)
                         _write(
-                            *(read_documents(files, **reading), loaded, partial, list(map(str, files))),
-                            *(None, SHARD_TOKENS, None, on_bad_document),
+                            documents, loaded, partial, sources=list(map(str, files)), on_bad_document=on_bad_document
                         )
         directories.append(directory)
     return directories
@@ -106,12 +114,14 @@ def _write(
     documents: Iterable[Document],
     tokenizer: Tokenizer,
     directory: Path,
+    *,
     sources: Sequence[str],
-    validation_fraction: float | None,
-    shard_tokens: int,
-    workers: int | None,
-    on_bad_document: str,
+    validation_fraction: float | None = None,
+    shard_tokens: int = SHARD_TOKENS,
+    workers: int | None = None,
+    on_bad_document: Literal["stop", "skip"] = "stop",
 ) -> dict[str, Index]:
+    """Writes the token directories below the folder `directory`, which is not published yet."""
     parts = [""] if validation_fraction is None else ["train", "validation"]
     writers = {part: _ShardWriter(directory / part, tokenizer.dtype, shard_tokens) for part in parts}
     sieve = Sieve(on_bad_document)
@@ -140,7 +150,8 @@ def _write(
 
     workers = workers or len(os.sched_getaffinity(0))
     running = deque()
-    with _progress() as progress, _own_threads_only(), ThreadPoolExecutor(workers) as pool:
+    progress = tqdm(desc="tokenizing", unit="B", unit_scale=True, mininterval=0.5, file=sys.stderr)
+    with progress, _own_threads_only(), ThreadPoolExecutor(workers) as pool:
         try:
             for part, batch in _batches(sieve.readable(documents), part_of):
                 running.append(pool.submit(encode, part, batch))
@@ -227,10 +238,6 @@ def _batches(documents: Iterable[Document], part_of: Callable[[Document], str]) 
             yield part, batches.pop(part)
             characters[part] = 0
     yield from batches.items()
-
-
-def _progress() -> tqdm:
-    return tqdm(unit="B", unit_scale=True, desc="tokenizing", mininterval=0.5, file=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -66,7 +66,9 @@ class Tokenizer:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, path: Path, files: list[Path], eos_id: int):
-        specification = json.loads(backend.to_str())
+        # Read from the file, not asked of the library: the digest must outlive the library's versions.
+        specification = json.loads(path.read_bytes()) | {"truncation": None, "padding": None}
+        specification["model"] |= {"dropout": None}
         vocabulary = backend.get_vocab(with_added_tokens=True)
         before, after = _affixes(backend, vocabulary, path)
         self.backend = backend
@@ -82,7 +84,7 @@ class Tokenizer:
         self.digest = hashlib.sha256(json.dumps(specification, sort_keys=True).encode()).hexdigest()
         # The unknown token is a control token that stands for text, so text may produce it.
         unknown = _unknown_id(specification["model"], vocabulary)
-        special = {token["id"] for token in specification["added_tokens"] if token["special"]} - {unknown}
+        special = {token["id"] for token in specification.get("added_tokens", []) if token["special"]} - {unknown}
         self._control = np.zeros(self.largest_id + 1, bool)
         self._control[[*special, *self.prefix, *self.suffix]] = True
 
@@ -149,7 +151,7 @@ def _affixes(backend: tokenizers.Tokenizer, vocabulary: dict[str, int], path: Pa
 
 
 def _unknown_id(model: dict, vocabulary: dict[str, int]) -> int | None:
-    return model["unk_id"] if model["type"] == "Unigram" else vocabulary.get(model.get("unk_token"))
+    return model["unk_id"] if "unk_id" in model else vocabulary.get(model.get("unk_token"))
 
 
 def _eos_id(backend: tokenizers.Tokenizer, directory: Path, path: Path, eos_token: str | None) -> int:

@@ -319,9 +319,12 @@ def test_a_change_of_file_tokenizer_or_setting_is_another_entry(cache, raw, word
     }.items():
         settings = {"tokenizer": str(word_tokenizer(100))} | changes
         found[name] = prepare_tokens([str(raw)], **settings)[0]
+    directory = word_tokenizer(100)
+    (directory / "chat_template.jinja").write_text("{{ messages }}")
+    found["template"] = prepare_tokens([str(raw)], str(directory))[0]
     raw.write_text(raw.read_text().replace("w1", "w7"))  # of the same size
     found["file"] = prepare_tokens([str(raw)], str(word_tokenizer(100)))[0]
-    assert len(set(found.values())) == 5
+    assert len(set(found.values())) == 6
     assert stored(found["key"]) == [[5, 99], [6, 99]]
     assert stored(found["file"]) == [[7, 2, 99], [3, 99]]
 
