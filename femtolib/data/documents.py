@@ -262,7 +262,8 @@ def _read_parquet(path: Path, text_key: str) -> Iterator[Document]:
     from pyarrow import ArrowException
 
     try:
-        with parquet.ParquetFile(path, buffer_size=CHUNK) as file:  # else whole row groups are read at once
+        # Both settings, or a whole row group is held in memory.
+        with parquet.ParquetFile(path, pre_buffer=False, buffer_size=CHUNK) as file:
             if text_key not in file.schema_arrow.names:
                 names = ", ".join(map(repr, file.schema_arrow.names))
                 raise FemtoError(f"{path}: no column {text_key!r} (columns: {names}): set text_key")
