@@ -68,7 +68,7 @@ class ModelConfig:
             return None
 
         def size(key: str) -> int | None:
-            return read(key, _is_size, "a whole number of at least 1")
+            return read(key, _is_size, "a whole number of at least 1 (below 2**31)")
 
         found: dict[str, Any] = {key: size(key) for key in _SIZES}
         for key in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
@@ -212,7 +212,7 @@ _ROPE_KEYS = {
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31
 
 
 def _is_number(value: Any) -> bool:
