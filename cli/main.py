@@ -28,7 +28,8 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a locale that lacks a letter of a text is no reason to stop
     try:
         code = _dispatch(sys.argv[1:] if argv is None else argv)
-        sys.stdout.flush()  # here, where a reader that has gone away can still be caught
+        if sys.stdout:  # None where it was closed from the start
+            sys.stdout.flush()  # here, where a reader that has gone away can still be caught
         return code
     except FemtoError as error:
         for fault in error.faults:

@@ -62,10 +62,11 @@ def _check_training(config, show: int, deep: bool) -> dict[str, int | None]:
     from femtolib.data.tokenize import prepare_tokens
     from femtolib.device import choose_device
     from femtolib.model import Decoder
-    from femtolib.output import decide_start
+    from femtolib.output import check_output, decide_start
     from femtolib.weights import load_weights
 
     device = choose_device(config.device)
+    check_output(config.output_dir)
     model_config = check_inputs(config.model, config.data, config.tokenizer)
     with torch.device("meta"):
         model = Decoder(model_config, torch.float32)

@@ -67,22 +67,22 @@ def run_recipe(
 
 class _Screen:
     """stdout or stderr of a run that goes on when nobody reads it any more: a Ctrl-C also ends the `tee` behind a pipe,
-    and the state must be saved all the same."""
+    a log file's disk may be full, and the state must be saved all the same."""
 
-    def __init__(self, stream: TextIO):
-        self._stream = stream
+    def __init__(self, stream: TextIO | None):
+        self._stream = stream or open(os.devnull, "w")  # noqa: PTH123, SIM115 (None: it was closed from the start)
 
     def write(self, text: str) -> int:
         try:
             return self._stream.write(text)
-        except BrokenPipeError:
+        except OSError:
             self._into_the_void()
             return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
-        except BrokenPipeError:
+        except OSError:
             self._into_the_void()
 
     def _into_the_void(self) -> None:

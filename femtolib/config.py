@@ -133,6 +133,9 @@ OutputPath = Annotated[Path, BeforeValidator(_absolute)]
 # ── Reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+RESOLVED = "Written by the run, every default filled in; can be run as it is."
+
+
 def load_config(model: type[ConfigType], path: Path, overrides: typing.Sequence[str] = ()) -> ConfigType:
     """Read `path`, apply `key=value` overrides, check everything; raises FemtoError with one line for each fault."""
     raw = _read(path)
@@ -152,9 +155,9 @@ def load_config(model: type[ConfigType], path: Path, overrides: typing.Sequence[
 
 
 def dump_config(config: ConfigModel, command: str) -> str:
-    """The resolved config as YAML that `load_config` reads back to the same values; its first line is `command`."""
+    """The resolved config as YAML that `load_config` reads back to the same values, below `command` and RESOLVED."""
     text = yaml.dump(resolved(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
-    comment = "\n".join(f"# {line}" for line in command.splitlines())
+    comment = "\n".join(f"# {line}" for line in [*command.splitlines(), RESOLVED])
     return f"{comment}\n{text}"
 
 
@@ -328,8 +331,10 @@ def _apply_override(raw: _Raw, override: str) -> None:
     where = f"override {show(override)}"
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", key):
         raise FemtoError(f"{where}: write key=value, for example optimizer.lr=1e-4")
-    value, _, duplicates = _parse(text, lambda line: where)
+    value, node, duplicates = _parse(text, lambda line: where)
     raw.faults += duplicates
+    if text[node.end_mark.index if node else 0 :].strip():  # YAML took the rest for a comment: half a value is a lie
+        raise FemtoError(f"{where}: quote a value that holds ' #': {key}={json.dumps(text, ensure_ascii=False)!r}")
     *sections, name = key.split(".")
     target = raw.values
     for depth, section in enumerate(sections, 1):

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from femtolib.checkpoint import list_checkpoints, read_state
-from femtolib.config import ConfigModel, dump_config, show
+from femtolib.config import RESOLVED, ConfigModel, dump_config, show
 from femtolib.errors import FemtoError
 from femtolib.metrics import last_event
+from femtolib.publish import is_empty
 
 # May differ from the saved run: the layout, the machine, what is written and shown, and how long to train. The data are
 # compared by digest and the model by its config.json, wherever they lie now.
@@ -43,6 +44,25 @@ class Start:
     @property
     def step(self) -> int:
         return self.state["step"] if self.state else 0
+
+
+def check_output(output_dir: Path) -> None:
+    """Check, before any work, that `output_dir` can be written and that a run there overwrites nothing but a run's
+    files; raises FemtoError with every fault."""
+    faults = []
+    nearest = next(path for path in (output_dir, *output_dir.parents) if os.path.exists(path))
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        faults.append(f"cannot write {output_dir}: {nearest} is {'read-only' if nearest.is_dir() else 'not a folder'}")
+    elif nearest == output_dir:
+        config, model = output_dir / "config.yaml", output_dir / "model"
+        if config.exists() and RESOLVED not in config.read_bytes().decode(errors="replace"):
+            faults.append(f"{config} was not written by a run, which would replace it")
+        if model.exists() and not (model / "config.json").is_file() and not is_empty(model):
+            faults.append(f"{model} holds something else than a model")
+        if (output_dir / "checkpoints").exists() and not (output_dir / "checkpoints").is_dir():
+            faults.append(f"{output_dir / 'checkpoints'} is not a folder")
+    if faults:
+        raise FemtoError(*(f"output_dir: {fault}; choose another one" for fault in faults))
 
 
 def claim_output(
@@ -82,6 +102,12 @@ def decide_start(
     elif checkpoints:
         checkpoint = checkpoints[-1]
     else:
+        end = last_event(output_dir / "metrics.jsonl")
+        if end.get("reason") == "completed" and end["step"] > 0 and (output_dir / "model" / "config.json").exists():
+            raise FemtoError(
+                f"output_dir: {output_dir} holds the model of a finished run and no checkpoint to continue; a new run "
+                "would replace it: choose a new output_dir, or remove this one"
+            )
         return Start()
     state = read_state(checkpoint)
     if checkpoints and int(checkpoints[-1].name.removeprefix("step_")) > state["step"]:

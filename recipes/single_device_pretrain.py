@@ -36,7 +36,7 @@ from femtolib.metrics import LEDGER_START, JsonLines, Trackers, next_ledger, ten
 from femtolib.model import Decoder
 from femtolib.model_config import flops_per_token
 from femtolib.optim import build_optimizer, clip_gradients, make_room_for_state, set_learning_rate, training_tensors
-from femtolib.output import claim_output, write_config
+from femtolib.output import check_output, claim_output, write_config
 from femtolib.schedule import learning_rate
 from femtolib.stop import StopRequest
 from femtolib.weights import initialize_weights, load_weights, save_model
@@ -82,6 +82,7 @@ def main(config: Config) -> int:
     device = choose_device(config.device)
     prepare_process(device, threads=config.threads, deterministic=config.deterministic)
     compute_dtype, param_dtype = DTYPES[config.dtype], DTYPES[config.param_dtype]
+    check_output(config.output_dir)
     model_config = check_inputs(config.model, config.data, config.tokenizer)
 
     # ── 2 Data ────────────────────────────────────────────────────────────────────────────────────────────────────────

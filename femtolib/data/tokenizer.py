@@ -26,6 +26,8 @@ FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
+# Words whose ids are remembered, some 200 bytes each. The library's own 10,000 are used up early in a corpus.
+CACHED_WORDS = 200_000
 
 
 def load_tokenizer(source: str | Path, eos_token: str | None = None) -> "Tokenizer":
@@ -53,6 +55,8 @@ def load_tokenizer(source: str | Path, eos_token: str | None = None) -> "Tokeniz
     except Exception as error:  # whatever the Rust parser has to say comes as a plain Exception
         raise FemtoError(f"tokenizer: {path} is not a tokenizer.json: {error}") from None
     _keep_text_whole(backend, path)
+    if hasattr(backend.model, "_resize_cache"):  # private, hence the question; it saves some 10 % of the time
+        backend.model._resize_cache(CACHED_WORDS)
     files = [directory / name for name in FILES if (directory / name).is_file()] if directory.is_dir() else [path]
     return Tokenizer(backend, path, files, _eos_id(backend, directory, path, eos_token))
 
