@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from tqdm import tqdm
+
 from femtolib.data import builtin
 from femtolib.errors import FemtoError
 
@@ -130,7 +132,7 @@ class Sieve:
             raise FemtoError(f"{fault} (on_bad_document=skip leaves it out)")
         self.bad += 1
         if self.bad <= 5:
-            print(f"skipped: {fault}", file=sys.stderr)
+            tqdm.write(f"skipped: {fault}", file=sys.stderr)  # above a progress bar, where there is one
 
 
 def _kind(path: Path) -> str:

@@ -18,13 +18,15 @@ import tempfile
 import time
 from pathlib import Path
 
+import tokenizers
+
 from femtolib.data.documents import read_documents
 from femtolib.data.tokenize import tokenize_documents
 from femtolib.data.tokenizer import load_tokenizer
 
 
 def alone(text: Path, tokenizer: str, batch_characters: int) -> dict:
-    backend = load_tokenizer(tokenizer, "<|endoftext|>").backend
+    backend = tokenizers.Tokenizer.from_file(str(load_tokenizer(tokenizer, "<|endoftext|>").path))
     batches, size = [[]], 0
     for document in read_documents([text]):
         if size > batch_characters:
