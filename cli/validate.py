@@ -66,7 +66,11 @@ def _check_training(config, show: int, deep: bool) -> dict[str, int | None]:
     from femtolib.weights import load_weights
 
     device = choose_device(config.device)
-    check_output(config.output_dir)
+    check_output(
+        config.output_dir,
+        data=[*config.data.train, *(config.data.validation or [])],
+        sources=[config.model.path, config.tokenizer],
+    )
     model_config = check_inputs(config.model, config.data, config.tokenizer)
     with torch.device("meta"):
         model = Decoder(model_config, torch.float32)

@@ -7,6 +7,7 @@ files they name. Every recipe asks them first, and `femto validate` asks nothing
 from dataclasses import replace
 from pathlib import Path
 
+from femtolib.data.documents import find_files
 from femtolib.data.token_files import is_token_directory, read_index
 from femtolib.data.tokenizer import load_tokenizer
 from femtolib.errors import FemtoError
@@ -29,16 +30,20 @@ def check_inputs(model: ModelSection, data: DataSection, tokenizer: str | None) 
     except FemtoError as error:
         faults += error.faults
     indexes, raw = [], []
-    for key, path in [("data.train", path) for path in data.train] + [
-        ("data.validation", path) for path in data.validation or []
-    ]:
-        try:
-            if path != "builtin" and is_token_directory(Path(path)):
-                indexes.append((f"{key}: {path}", read_index(Path(path))))
-            else:
-                raw.append(f"{key}: {path}")
-        except FemtoError as error:
-            faults += [f"{key}: {fault}" for fault in error.faults]
+    for key, paths in (("data.train", data.train), ("data.validation", data.validation or [])):
+        seen: set[Path] = set()
+        for path in paths:
+            try:
+                if path != "builtin" and is_token_directory(Path(path)):
+                    files = [Path(path).resolve()]
+                    indexes.append((f"{key}: {path}", read_index(files[0])))
+                else:
+                    raw.append(f"{key}: {path}")
+                    files = [file.resolve() for file in find_files([path])]
+                faults += [f"{key}: {file} is named twice" for file in files if file in seen]
+                seen.update(files)
+            except FemtoError as error:
+                faults += [f"{key}: {fault}" for fault in error.faults]
     loaded = None
     if tokenizer is not None:
         try:

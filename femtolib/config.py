@@ -96,7 +96,12 @@ def _existing_pattern(value: Any, info: ValidationInfo) -> Any:
 
 
 def _absolute(value: Any) -> Any:
-    return Path.cwd() / _path(value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    path = Path.cwd() / _path(value)
+    if not str(path).isprintable():  # bytes that are no UTF-8 too: neither could be written into a config
+        raise ValueError(f"the path {str(path)!a} has characters that cannot be printed")
+    return path
 
 
 def _path(text: str) -> Path:
@@ -333,8 +338,9 @@ def _apply_override(raw: _Raw, override: str) -> None:
         raise FemtoError(f"{where}: write key=value, for example optimizer.lr=1e-4")
     value, node, duplicates = _parse(text, lambda line: where)
     raw.faults += duplicates
-    if text[node.end_mark.index if node else 0 :].strip():  # YAML took the rest for a comment: half a value is a lie
-        raise FemtoError(f"{where}: quote a value that holds ' #': {key}={json.dumps(text, ensure_ascii=False)!r}")
+    # YAML takes what follows ' #' for a comment, and a line break for a space: half a value, or another, is a lie.
+    if text[node.end_mark.index if node else 0 :].strip() or (type(value) is str and not node.style and "\n" in text):
+        raise FemtoError(f"{where}: quote a value that holds ' #' or a line break: {key}={show(json.dumps(text))}")
     *sections, name = key.split(".")
     target = raw.values
     for depth, section in enumerate(sections, 1):

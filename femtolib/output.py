@@ -8,12 +8,14 @@ import fcntl
 import os
 import shlex
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
 from femtolib.checkpoint import list_checkpoints, read_state
 from femtolib.config import RESOLVED, ConfigModel, dump_config, show
+from femtolib.data.token_files import is_token_directory
 from femtolib.errors import FemtoError
 from femtolib.metrics import last_event
 from femtolib.publish import is_empty
@@ -46,10 +48,24 @@ class Start:
         return self.state["step"] if self.state else 0
 
 
-def check_output(output_dir: Path) -> None:
+def check_output(output_dir: Path, *, data: Iterable[str], sources: Iterable[Path | str | None]) -> None:
     """Check, before any work, that `output_dir` can be written and that a run there overwrites nothing but a run's
-    files; raises FemtoError with every fault."""
+    files; raises FemtoError with every fault.
+
+    `data`: paths of the config's data, in whose folders a run must not write. `sources`: a model or tokenizer that it
+    reads, which the run's own model must not replace.
+    """
     faults = []
+    for path in [Path(path).resolve() for path in data]:
+        if (
+            path.is_dir()
+            and not is_token_directory(path)
+            and path in (output_dir.resolve(), *output_dir.resolve().parents)
+        ):
+            faults.append(f"{output_dir} lies in {path}, whose files are data: a resume would read its own metrics")
+    for path in [Path(path).resolve() for path in sources if path]:
+        if (output_dir / "model").resolve() in (path, *path.parents):
+            faults.append(f"the run would replace {path}, which it reads")
     nearest = next(path for path in (output_dir, *output_dir.parents) if os.path.exists(path))
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         faults.append(f"cannot write {output_dir}: {nearest} is {'read-only' if nearest.is_dir() else 'not a folder'}")

@@ -20,8 +20,11 @@ from femtolib.errors import FemtoError, RunFailed
 @contextlib.contextmanager
 def locked(directory: Path, *, wait: bool) -> Iterator[None]:
     """Keeps other processes from making the same directory; raises FemtoError where it cannot, or may not wait."""
+    directory = directory.resolve()  # a link is followed, not replaced
     path = directory.with_name(f".{directory.name}.lock")
     try:
+        if directory.is_mount():
+            raise FemtoError(f"output_dir: {directory} is a mount point, which cannot be renamed: name a folder in it")
         while True:  # from the start each time: who had the lock and failed took away what it had made
             made = [parent for parent in path.parents if not parent.exists()]
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,6 +57,7 @@ def published(directory: Path, *, replace: bool = False) -> Iterator[Path]:
     `replace`: an older directory of that name goes once the new one is there; otherwise it is refused, unless empty.
     Raises RunFailed where writing fails (a full disk); the older directory is then as it was.
     """
+    directory = directory.resolve()
     partial = _beside(directory, "partial")
     try:
         if directory.exists() and not replace and not is_empty(directory):

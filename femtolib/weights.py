@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from femtolib.config import show
-from femtolib.errors import FemtoError
+from femtolib.errors import FemtoError, RunFailed
 from femtolib.model import Decoder
 from femtolib.model_config import ModelConfig, read_json_object
 from femtolib.publish import is_empty, published
@@ -270,6 +270,8 @@ def _cut(
         if name == HEAD and config.tie_word_embeddings:
             continue
         ready = tensor.detach().to("cpu", dtype).contiguous()
+        if not ready.isfinite().all():
+            raise RunFailed(f"{name} is not finite in {str(dtype).removeprefix('torch.')}: the model was not saved")
         if shard and sum(other.nbytes for other in shard.values()) + ready.nbytes > max_shard_bytes:
             yield shard
             shard = {}

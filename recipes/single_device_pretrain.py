@@ -82,7 +82,11 @@ def main(config: Config) -> int:
     device = choose_device(config.device)
     prepare_process(device, threads=config.threads, deterministic=config.deterministic)
     compute_dtype, param_dtype = DTYPES[config.dtype], DTYPES[config.param_dtype]
-    check_output(config.output_dir)
+    check_output(
+        config.output_dir,
+        data=[*config.data.train, *(config.data.validation or [])],
+        sources=[config.model.path, config.tokenizer],
+    )
     model_config = check_inputs(config.model, config.data, config.tokenizer)
 
     # ── 2 Data ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -180,7 +180,7 @@ def _write(
             tokens=sum(shard.tokens for shard in writer.shards),
             documents=writer.documents,
             skipped={"empty": sieve.empty, "bad": sieve.bad},
-            sources=list(sources),
+            sources=[os.fsencode(source).decode(errors="replace") for source in sources],  # a name may be no text
             tokenizer_digest=tokenizer.digest,
             template_digest=None,
             shards=writer.shards,
