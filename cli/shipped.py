@@ -43,7 +43,7 @@ def find_config(name: str) -> Path:
     A file that is here comes first; where there is none, `configs/NAME.yaml` and `NAME.yaml` mean the shipped NAME.
     """
     shipped, path = configs(), Path(name)
-    if path.is_file():
+    if path.exists() and not path.is_dir():  # a pipe will do
         return path
     bare = name.removeprefix("configs/").removesuffix(".yaml")
     if bare in shipped:

@@ -38,8 +38,8 @@ def check_inputs(model: ModelSection, data: DataSection, tokenizer: str | None) 
                     files = [Path(path).resolve()]
                     indexes.append((f"{key}: {path}", read_index(files[0])))
                 else:
-                    raw.append(f"{key}: {path}")
                     files = [file.resolve() for file in find_files([path])]
+                    raw.append(f"{key}: {path}")
                 faults += [f"{key}: {file} is named twice" for file in files if file in seen]
                 seen.update(files)
             except FemtoError as error:

@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import errno
 import inspect
+import io
 import os
 import re
 import sys
@@ -71,6 +72,8 @@ class _Screen:
 
     def __init__(self, stream: TextIO | None):
         self._stream = stream or open(os.devnull, "w")  # noqa: PTH123, SIM115 (None: it was closed from the start)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a locale that lacks a letter is no reason to stop
 
     def write(self, text: str) -> int:
         try:

@@ -177,6 +177,7 @@ _NEUTRAL = {
     "pretraining_tp": 1,
     "attention_dropout": 0,
     "partial_rotary_factor": 1,
+    "is_causal": True,
     "rope_interleaved": False,
     "original_max_position_embeddings": None,
     "sliding_window": None,

@@ -23,8 +23,9 @@ def locked(directory: Path, *, wait: bool) -> Iterator[None]:
     directory = directory.resolve()  # a link is followed, not replaced
     path = directory.with_name(f".{directory.name}.lock")
     try:
-        if directory.is_mount():
-            raise FemtoError(f"output_dir: {directory} is a mount point, which cannot be renamed: name a folder in it")
+        if directory.is_mount() or directory == Path.cwd():  # neither can give its place to a folder made beside it
+            what = "a mount point" if directory.is_mount() else "the current folder"
+            raise FemtoError(f"output_dir: {directory} is {what}: name a new folder in it")
         while True:  # from the start each time: who had the lock and failed took away what it had made
             made = [parent for parent in path.parents if not parent.exists()]
             path.parent.mkdir(parents=True, exist_ok=True)

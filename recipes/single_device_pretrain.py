@@ -6,7 +6,7 @@ Runs on a CPU or one GPU, in float32, bfloat16 or float64. Stopped by Ctrl-C or 
 again with the same command it goes on and makes the same updates as if it had never stopped.
 
 To make it your own: `femto cp single_device_pretrain mine.py`, edit, `femto run ./mine.py --config …`. What people
-edit first is the loss (section 6) and what a batch is made of (section 2).
+edit first is the loss (section 7) and what a batch is made of (section 2).
 """
 
 import math
@@ -187,15 +187,52 @@ def main(config: Config) -> int:
     if start.checkpoint:
         print(f"continuing after step {step} from {start.checkpoint}")
 
-    # ── 6 Training loop ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── 6 Validation ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # The same mean over tokens as in training, each row once: the last batch is filled with empty rows. Who asks for a
+    # stop is not made to wait for the end of it: then the checkpoint says that it is owed, and a resume begins with it.
+    stop = StopRequest()
+    progress = tqdm(total=steps, initial=step, unit="step", disable=None)
+
+    def validate(step: int) -> bool:
+        order = StatefulDistributedSampler(
+            min(len(validation_dataset), config.validation_max_rows or len(validation_dataset)),
+            global_batch_size=config.micro_batch_size,
+            micro_batch_size=config.micro_batch_size,
+            shuffle=False,
+            tail="pad",
+        )
+        summed_loss, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
+        model.eval()
+        with torch.no_grad():
+            for batch in load_rows(validation_dataset, order):
+                if stop.requested:
+                    break
+                batch = batch.to(device)
+                logits = model(batch.input_ids, batch.position_ids)
+                summed_loss += summed_cross_entropy(logits, batch.labels)
+                tokens += batch.trained_tokens
+        model.train()
+        if stop.requested:
+            return False
+        record = dict(step=step, loss=summed_loss.item() / tokens if tokens else None, trained_tokens=tokens)
+        if tokens and not math.isfinite(record["loss"]):
+            raise not_finite(metrics, step, f"validation loss {record['loss']} after step {step}")
+        metrics.write(event="validation", **record)
+        trackers.log(step, "validation", record)
+        shown = f"loss {record['loss']:.4f}" if tokens else "no trained token"
+        progress.write(f"step {step}/{steps}  validation: {shown} over {tokens:,} tokens")
+        return True
+
+    validation_owed = bool(validation_dataset and start.state and start.state.get("validation_owed"))
+    validation_owed = validation_owed and not validate(step)
+
+    # ── 7 Training loop ───────────────────────────────────────────────────────────────────────────────────────────────
     # One optimizer step is one global batch. Its micro-batches are drawn before the first backward: the loss of each is
     # divided by the number of trained tokens in all of them, so that a token weighs the same wherever it lands.
     # Averaging the micro-batches' means instead would favour the tokens of short rows.
-    stop = StopRequest()
     batches = iter(load_rows(dataset, sampler))
-    progress = tqdm(total=steps, initial=step, unit="step", disable=None)
     profiler = None
-    stopping = False
+    stopping = validation_owed
     while step < steps and not stopping:
         if step + 1 == config.profile.start:
             profiler = torch.profiler.profile(record_shapes=True)
@@ -225,7 +262,6 @@ def main(config: Config) -> int:
             optimizer.zero_grad()
 
         step += 1
-        stopping = stop.requested
         sampler.advance()
         ledger = next_ledger(ledger, step, batch_digest)
         seconds = time.perf_counter() - started
@@ -260,46 +296,16 @@ def main(config: Config) -> int:
             progress.set_postfix_str(f"{shown}, {tokens_per_second:,.0f} tokens/s")
             progress.write(f"step {step}/{steps}  {shown}  lr {lr:.3g}  {tokens_per_second:,.0f} tokens/s")
             trackers.log(step, "train", record)
-        if profiler and (step + 1 == config.profile.start + config.profile.steps or step == steps or stopping):
-            profiler.stop()
-            trace = output_dir / "profile" / f"trace-rank0-step{config.profile.start}-{step}.json"
-            trace.parent.mkdir(exist_ok=True)
-            profiler.export_chrome_trace(str(trace))
-            profiler = None
-            progress.write(f"wrote the trace of steps {config.profile.start} to {step}: {trace}")
+        if profiler and step + 1 == config.profile.start + config.profile.steps:
+            profiler = write_trace(profiler, output_dir / "profile" / f"trace-rank0-to-step{step}.json")
 
-        # ── 7 Validation ──────────────────────────────────────────────────────────────────────────────────────────────
-        # The same mean over tokens, each row once: the last batch is filled with empty rows.
         due = step == steps or (config.validate_every and step % config.validate_every == 0)
-        if validation_dataset and due:
-            rows = min(len(validation_dataset), config.validation_max_rows or len(validation_dataset))
-            order = StatefulDistributedSampler(
-                rows,
-                global_batch_size=config.micro_batch_size,
-                micro_batch_size=config.micro_batch_size,
-                shuffle=False,
-                tail="pad",
-            )
-            summed_loss, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
-            model.eval()
-            with torch.no_grad():
-                for batch in load_rows(validation_dataset, order):
-                    batch = batch.to(device)
-                    logits = model(batch.input_ids, batch.position_ids)
-                    summed_loss += summed_cross_entropy(logits, batch.labels)
-                    tokens += batch.trained_tokens
-            model.train()
-            validation = dict(step=step, loss=summed_loss.item() / tokens if tokens else None, trained_tokens=tokens)
-            if tokens and not math.isfinite(validation["loss"]):
-                raise not_finite(metrics, step, f"validation loss {validation['loss']} after step {step}")
-            metrics.write(event="validation", **validation)
-            trackers.log(step, "validation", validation)
-            shown = f"loss {validation['loss']:.4f}" if tokens else "no trained token"
-            progress.write(f"step {step}/{steps}  validation: {shown} over {tokens:,} tokens")
+        validation_owed = bool(validation_dataset and due) and not validate(step)
 
         # ── 8 Checkpoint ──────────────────────────────────────────────────────────────────────────────────────────────
         # Written beside its place and renamed when whole: a kill at any moment leaves the checkpoint before it. Older
         # ones go only after the new one is there.
+        stopping = stop.requested
         due = step == steps or stopping or (config.checkpoint.every and step % config.checkpoint.every == 0)
         if due:
             started = time.perf_counter()
@@ -308,6 +314,7 @@ def main(config: Config) -> int:
                 "recipe": Path(__file__).stem,
                 "steps": steps,
                 "ledger": ledger,
+                "validation_owed": validation_owed,
                 "sampler": sampler.state_dict(),
                 "config": resolved(config),
                 "layout": {"world_size": 1},
@@ -323,10 +330,12 @@ def main(config: Config) -> int:
 
     # ── 9 Finish ──────────────────────────────────────────────────────────────────────────────────────────────────────
     # The last line of metrics.jsonl is written when the model is whole: a kill before it leaves a run to be finished.
+    if profiler:  # the run ended before the steps that were to be traced
+        write_trace(profiler, output_dir / "profile" / f"trace-rank0-to-step{step}.json")
     progress.close()
     trackers.close()
     del batches  # ends the loader's workers
-    if step < steps:
+    if step < steps or validation_owed:
         metrics.write(event="end", step=step, reason="stopped")
         print(f"stopped after step {step} of {steps} with the state saved; to continue:")
         print(f"    {to_continue}")
@@ -345,6 +354,14 @@ def main(config: Config) -> int:
     print(f"    transformers.AutoModelForCausalLM.from_pretrained({str(output_dir / 'model')!r})")
     print(f"or train it on: model.path={output_dir / 'model'} with another output_dir")
     return EXIT_DONE
+
+
+def write_trace(profiler: torch.profiler.profile, path: Path) -> None:
+    """End the tracing; chrome://tracing and ui.perfetto.dev show the file."""
+    profiler.stop()
+    path.parent.mkdir(exist_ok=True)
+    profiler.export_chrome_trace(str(path))
+    print(f"wrote a trace: {path}")
 
 
 def not_finite(metrics: JsonLines, step: int, what: str) -> RunFailed:

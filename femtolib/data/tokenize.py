@@ -257,7 +257,10 @@ def _own_threads_only() -> Iterator[None]:
 def _cache() -> Path:
     if os.environ.get("FEMTO_CACHE"):
         return Path(os.environ["FEMTO_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "femto"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "femto"
+    except RuntimeError:
+        raise FemtoError("there is no home folder to keep tokens in: set FEMTO_CACHE to a folder") from None
 
 
 def _shorten(sources: Sequence[str]) -> str:

@@ -57,6 +57,16 @@ def test_an_inline_model_takes_bos_and_eos_from_the_data_or_the_tokenizer(check,
     assert (given.bos_token_id, given.eos_token_id) == (0, 5)
 
 
+def test_data_named_twice_are_refused(faults, tokens, tmp_path):
+    [fault] = faults(data={"train": [str(tokens), str(tokens)]})
+    assert "data.train" in fault and str(tokens) in fault and "twice" in fault
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    (raw / "a.jsonl").write_text('{"text": "a"}\n')
+    [fault] = faults(data={"train": [str(raw), str(raw / "a.jsonl")]}, tokenizer=str(tokens))
+    assert "data.train" in fault and "a.jsonl" in fault and "twice" in fault
+
+
 def test_a_model_on_disk_keeps_its_own_token_ids(check, tiny_llama, tmp_path):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/config.json").write_text(json.dumps(tiny_llama | {"eos_token_id": 7, "bos_token_id": 6}))

@@ -173,6 +173,14 @@ def test_a_run_goes_on_when_nobody_reads_its_output_any_more(tmp_path):
     assert child.returncode == 3 and (tmp_path / "saved").exists()
 
 
+@pytest.mark.parametrize("streams", [">&-", "2>&-", ">&- 2>&-", ">/dev/full", ">/dev/full 2>&1"])
+def test_a_run_goes_on_without_a_screen_and_with_one_on_a_full_disk(tmp_path, streams):
+    (tmp_path / "c.yaml").write_text("")
+    script = f'exec "$0" -c "$1" --config c.yaml {streams}'
+    child = subprocess.run(["sh", "-c", script, sys.executable, READERLESS], cwd=tmp_path, input=b"\n", timeout=60)
+    assert child.returncode == 3 and (tmp_path / "saved").exists()
+
+
 def test_help_says_what_the_recipe_does_and_lists_every_key(run, capsys):
     with pytest.raises(SystemExit) as ended:
         run(pytest.fail, "--help")

@@ -1,5 +1,6 @@
 """Whether a YAML file and overrides become the values that a person meant, or every fault in them at its place."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -340,6 +341,13 @@ def test_an_override_of_a_section_replaces_all_of_it(load):
 def test_what_is_no_override_is_told_how_to_write_one(faults, override):
     [fault] = faults("", override)
     assert override in fault and "key=value" in fault
+
+
+@pytest.mark.parametrize("value", ["my run #2", "#2", "[0.1] # two", "one\ntwo"])
+def test_an_override_of_which_yaml_would_read_only_a_part_is_refused(load, faults, value):
+    [fault] = faults("", f"text={value}")
+    assert "quote" in fault and "text=" in fault
+    assert load("", f"text={json.dumps(value)}").text == value
 
 
 def test_faults_of_overrides_name_the_command_line(faults):

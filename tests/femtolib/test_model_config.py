@@ -79,6 +79,7 @@ def test_what_cannot_be_built_is_refused(tiny_llama, change, expected):
         ("attention_dropout", 0.1),
         ("resid_pdrop", 0.1),
         ("some_dropout", 0.1),
+        ("is_causal", False),
         ("sliding_window", 4096),
         ("layer_types", ["sliding_attention", "full_attention"]),
         ("partial_rotary_factor", 0.5),

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from femtolib import output
 from femtolib.checkpoint import save_checkpoint
 from femtolib.config import ConfigModel, load_config
 from femtolib.errors import FemtoError
-from femtolib.output import Start, claim_output, decide_start, write_config
+from femtolib.output import Start, check_output, claim_output, decide_start, write_config
 from femtolib.sections import OutputDir, Resume
 
 CONFIG = {
@@ -77,6 +78,60 @@ def refused(folder: Path, resume: str | Path = "auto", **keys) -> list[str]:
         decide(folder, resume, **keys)
     assert caught.value.exit_code == 2
     return caught.value.faults
+
+
+# ── What a run may write over ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_refused(output_dir: Path, data=(), sources=()) -> str:
+    with pytest.raises(FemtoError) as caught:
+        check_output(output_dir, data=data, sources=sources)
+    [fault] = caught.value.faults
+    assert fault.startswith("output_dir: ") and caught.value.exit_code == 2
+    return fault
+
+
+def test_a_folder_of_a_run_and_a_new_one_may_be_written(folder, tmp_path):
+    write_config(Config(output_dir=folder), "single_device_pretrain")
+    (folder / "model").mkdir()
+    (folder / "model/config.json").write_text("{}")
+    for output_dir in (folder, tmp_path / "new/deeper"):
+        check_output(output_dir, data=["builtin", str(tmp_path / "data")], sources=[None, "builtin", tmp_path / "base"])
+
+
+def test_what_a_run_did_not_write_is_not_written_over(tmp_path):
+    for name, word in (("config.yaml", "was not written by a run"), ("checkpoints", "is not a folder")):
+        (tmp_path / name).write_text("output_dir: .\n")
+        assert word in check_refused(tmp_path) and name in check_refused(tmp_path)
+        (tmp_path / name).unlink()
+    (tmp_path / "model").mkdir()
+    check_output(tmp_path, data=[], sources=[])
+    (tmp_path / "model/net.py").write_text("")
+    assert "something else than a model" in check_refused(tmp_path)
+    assert "is not a folder" in check_refused(tmp_path / "model/net.py")
+    assert "is not a folder" in check_refused(tmp_path / "model/net.py/run")
+
+
+def test_a_run_does_not_write_into_its_data_nor_over_its_model(tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    assert str(data) in check_refused(data / "run", data=[str(data)])
+    assert str(data) in check_refused(data, data=[str(data)])
+    check_output(tmp_path / "data-run", data=[str(data)], sources=[])
+    run = tmp_path / "run"
+    for source in (run / "model", run / "model/tokenizer.json"):
+        assert str(source) in check_refused(run, sources=[source])
+
+
+def test_a_finished_runs_model_without_checkpoints_is_not_replaced(folder):
+    (folder / "model").mkdir()
+    (folder / "model/config.json").write_text("{}")
+    (folder / "metrics.jsonl").write_text('{"event": "end", "step": 10, "reason": "completed"}\n')
+    shutil.rmtree(folder / "checkpoints")
+    [fault] = refused(folder)
+    assert str(folder) in fault and "no checkpoint" in fault
+    (folder / "metrics.jsonl").write_text('{"event": "end", "step": 0, "reason": "completed"}\n')
+    assert decide(folder) == Start()  # what max_steps: 0 left is made anew in a second
 
 
 # ── Where a run begins ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,11 +1,12 @@
-"""One process at a time makes a directory, also in the moment when the lock changes hands."""
+"""One process at a time makes a directory, also in the moment when the lock changes hands; a link is followed."""
 
 import threading
+from pathlib import Path
 
 import pytest
 
 from femtolib.errors import FemtoError
-from femtolib.publish import locked
+from femtolib.publish import locked, published
 
 
 def test_a_lock_got_by_waiting_keeps_others_out(tmp_path, capfd):
@@ -31,3 +32,19 @@ def test_a_lock_got_by_waiting_keeps_others_out(tmp_path, capfd):
     leave.set()
     waiter.join()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_link_to_an_empty_folder_is_followed_and_stays(tmp_path):
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "link").symlink_to("scratch")
+    with locked(tmp_path / "link", wait=False), published(tmp_path / "link") as partial:
+        (partial / "file").write_text("")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "scratch/file").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"scratch", "link"}
+
+
+def test_what_cannot_give_its_place_is_refused_at_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for directory, word in ((tmp_path, "the current folder"), (Path("/proc"), "a mount point")):
+        with pytest.raises(FemtoError, match=word), locked(directory, wait=False):
+            pass

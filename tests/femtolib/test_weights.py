@@ -477,6 +477,16 @@ def assert_failed_save_leaves_the_old_model(directory: Path, config: ModelConfig
     assert caught.value.exit_code == 1 and str(directory) in str(caught.value)
 
 
+def test_a_weight_that_its_dtype_turns_into_infinity_is_not_saved(config, tmp_path):
+    weights = drawn(config)
+    with torch.no_grad():
+        next(weights.parameters()).view(-1)[0] = 1e5  # above float16's 65,504
+    with pytest.raises(RunFailed, match="not finite in float16"):
+        save(tmp_path / "model", weights, dtype=torch.float16)
+    assert not list(tmp_path.iterdir())
+    save(tmp_path / "model", weights, dtype=torch.bfloat16)
+
+
 def test_a_full_disk_is_told_and_leaves_the_old_model_alone(config, tmp_path):
     old = drawn(config, seed=1)
     directory = save(tmp_path / "model", old)
