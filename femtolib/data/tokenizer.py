@@ -26,8 +26,6 @@ FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-# Words whose ids are remembered, some 200 bytes each. The library's own 10,000 are used up early in a corpus.
-CACHED_WORDS = 200_000
 
 
 def load_tokenizer(source: str | Path, eos_token: str | None = None) -> "Tokenizer":
@@ -55,8 +53,6 @@ def load_tokenizer(source: str | Path, eos_token: str | None = None) -> "Tokeniz
     except Exception as error:  # whatever the Rust parser has to say comes as a plain Exception
         raise FemtoError(f"tokenizer: {path} is not a tokenizer.json: {error}") from None
     _keep_text_whole(backend, path)
-    if hasattr(backend.model, "_resize_cache"):  # private, hence the question; it saves some 10 % of the time
-        backend.model._resize_cache(CACHED_WORDS)
     files = [directory / name for name in FILES if (directory / name).is_file()] if directory.is_dir() else [path]
     return Tokenizer(backend, path, files, _eos_id(backend, directory, path, eos_token))
 
@@ -166,7 +162,8 @@ def _eos_id(backend: tokenizers.Tokenizer, directory: Path, path: Path, eos_toke
     if eos_id is None and wanted is None:
         raise FemtoError(
             f"tokenizer: {directory} does not say which token ends a document (tokenizer_config.json, "
-            "generation_config.json, config.json): set eos_token, for example eos_token='<|endoftext|>'"
+            'generation_config.json, config.json): add "eos_token" to its tokenizer_config.json, or '
+            "preprocess the data with the key eos_token"
         )
     if eos_id is not None and wanted is not None and eos_id != wanted:
         raise FemtoError(
