@@ -5,6 +5,7 @@ Each verb is a module of its name, imported when it is asked for, so that `--hel
 nothing here imports torch or pydantic.
 """
 
+import errno
 import importlib
 import io
 import os
@@ -35,7 +36,11 @@ def main(argv: list[str] | None = None) -> int:
         for fault in error.faults:
             print(f"error: {fault}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # `femto ls | head -1`; the interpreter's own flush at exit must not meet the pipe again
+    except OSError as error:  # `femto ls | head -1`, or a full disk: the interpreter's own flush must not meet it again
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        if error.errno == errno.ENOSPC:
+            print(f"error: {error.strerror}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:

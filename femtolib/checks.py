@@ -36,7 +36,10 @@ def check_inputs(model: ModelSection, data: DataSection, tokenizer: str | None) 
             try:
                 if path != "builtin" and is_token_directory(Path(path)):
                     files = [Path(path).resolve()]
-                    indexes.append((f"{key}: {path}", read_index(files[0])))
+                    index = read_index(files[0])
+                    indexes.append((f"{key}: {path}", index))
+                    if load_tokenizer(files[0]).digest != index.tokenizer_digest:
+                        faults.append(f"{key}: {path}: its tokenizer.json is not the one that made its tokens")
                 else:
                     files = [file.resolve() for file in find_files([path])]
                     raw.append(f"{key}: {path}")

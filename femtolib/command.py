@@ -34,6 +34,11 @@ def run_recipe(
     prog: str | None = None,
 ) -> int:
     """Read the command line `argv`, call `main(config)`, return the exit code; a FemtoError is shown as lines."""
+    for descriptor in range(3):  # one that was closed would be given to a file of the run, and get what is printed
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
     parser = argparse.ArgumentParser(
         prog=prog,
         description=inspect.cleandoc(doc or ""),

@@ -99,8 +99,10 @@ def _absolute(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     path = Path.cwd() / _path(value)
-    if not str(path).isprintable():  # bytes that are no UTF-8 too: neither could be written into a config
-        raise ValueError(f"the path {str(path)!a} has characters that cannot be printed")
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:  # it could not be written into a config
+        raise ValueError(f"the path {str(path)!a} is not UTF-8") from None
     return path
 
 

@@ -4,6 +4,7 @@ import ctypes
 import os
 import platform
 import resource
+from pathlib import Path
 
 import torch
 
@@ -58,6 +59,9 @@ def peak_memory_bytes(device: torch.device) -> int:
     """The most memory held so far: what CUDA allocated, or on a CPU the process's largest resident size."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if platform.system() == "Linux":
+        # Not getrusage: what a large process starts by vfork and exec, inherits that one's peak there.
+        return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split(maxsplit=1)[0]) * 1024
     scale = 1 if platform.system() == "Darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 

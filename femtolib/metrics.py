@@ -102,6 +102,12 @@ def last_event(path: Path) -> dict[str, Any]:
     return next((record for _, record in reversed(_read_lines(path))), {})
 
 
+def was_logged(path: Path, event: str, step: int | None = None) -> bool:
+    """Whether metrics.jsonl has a line of this event, at this step if one is given."""
+    steps = [record["step"] for _, record in _read_lines(path) if record.get("event") == event]
+    return bool(steps) if step is None else step in steps
+
+
 def _read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     """Whole lines with what they say; a torn last one is left out."""
     if not path.exists():
@@ -130,12 +136,12 @@ def _step_of(record: dict[str, Any]) -> int:
 class Trackers:
     """TensorBoard and Weights & Biases, as `section` asks for them; both read their keys from the environment."""
 
-    def __init__(self, section: LogSection, output_dir: Path, config: dict[str, Any]):
+    def __init__(self, section: LogSection, output_dir: Path, config: dict[str, Any], step: int):
         self._tensorboard = self._wandb = None
         if section.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(output_dir / "tensorboard")
+            self._tensorboard = SummaryWriter(output_dir / "tensorboard", purge_step=step + 1)
         if section.wandb_project:
             import wandb
 

@@ -73,14 +73,20 @@ class ModelConfig:
         found: dict[str, Any] = {key: size(key) for key in _SIZES}
         for key in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
             found[key] = read(key, lambda value: isinstance(value, bool), "true or false")
-        found["rms_norm_eps"] = read("rms_norm_eps", lambda value: _is_number(value) and value > 0, "above 0")
-        found["initializer_range"] = read("initializer_range", lambda value: _is_number(value) and value > 0, "above 0")
+        for key in ("rms_norm_eps", "initializer_range"):
+            value = read(key, lambda value: _is_number(value) and value > 0, "above 0")
+            found[key] = value and float(value)  # transformers refuses a 1 where it wants a 1.0
         for key, accepts, wanted in (
             ("bos_token_id", _is_token_id, "a token id or null"),
             ("eos_token_id", _is_token_id_or_list, "a token id, a list of them or null"),
             ("pad_token_id", _is_token_id, "a token id or null"),
         ):
             found[key] = read(key, accepts, wanted) if key in values or not inline else None
+
+            ids = found[key] if isinstance(found[key], list) else [found[key]]
+            rows = found["vocab_size"]
+            if inline and rows and not all(token_id is None or 0 <= token_id < rows for token_id in ids):
+                faults.append(f"{key}: should be below vocab_size ({rows}), got {show(found[key])}")
 
         width, heads = found["hidden_size"], found["num_attention_heads"]
         sharing = found["num_key_value_heads"] = (
@@ -225,7 +231,7 @@ def _is_token_id(value: Any) -> bool:
 
 
 def _is_token_id_or_list(value: Any) -> bool:
-    return all(map(_is_token_id, value)) if isinstance(value, list) else _is_token_id(value)
+    return bool(value) and all(map(_is_token_id, value)) if isinstance(value, list) else _is_token_id(value)
 
 
 def _is_neutral(key: str, value: Any) -> bool:

@@ -17,7 +17,7 @@ from femtolib.checkpoint import list_checkpoints, read_state
 from femtolib.config import RESOLVED, ConfigModel, dump_config, show
 from femtolib.data.token_files import is_token_directory
 from femtolib.errors import FemtoError
-from femtolib.metrics import last_event
+from femtolib.metrics import last_event, was_logged
 from femtolib.publish import is_empty
 
 # May differ from the saved run: the layout, the machine, what is written and shown, and how long to train. The data are
@@ -71,12 +71,16 @@ def check_output(output_dir: Path, *, data: Iterable[str], sources: Iterable[Pat
         faults.append(f"cannot write {output_dir}: {nearest} is {'read-only' if nearest.is_dir() else 'not a folder'}")
     elif nearest == output_dir:
         config, model = output_dir / "config.yaml", output_dir / "model"
-        if config.exists() and RESOLVED not in config.read_bytes().decode(errors="replace"):
+        if config.is_file() and RESOLVED not in config.read_bytes().decode(errors="replace"):
             faults.append(f"{config} was not written by a run, which would replace it")
         if model.exists() and not (model / "config.json").is_file() and not is_empty(model):
             faults.append(f"{model} holds something else than a model")
-        if (output_dir / "checkpoints").exists() and not (output_dir / "checkpoints").is_dir():
-            faults.append(f"{output_dir / 'checkpoints'} is not a folder")
+        for path in (output_dir / name for name in ("checkpoints", "profile", "tensorboard")):
+            if path.exists() and not path.is_dir():
+                faults.append(f"{path} is not a folder")
+        for path in (output_dir / name for name in ("config.yaml", "metrics.jsonl", "samples-rank0.jsonl")):
+            if path.is_dir():
+                faults.append(f"{path} is a folder")
     if faults:
         raise FemtoError(*(f"output_dir: {fault}; choose another one" for fault in faults))
 
@@ -118,11 +122,10 @@ def decide_start(
     elif checkpoints:
         checkpoint = checkpoints[-1]
     else:
-        end = last_event(output_dir / "metrics.jsonl")
-        if end.get("reason") == "completed" and end["step"] > 0 and (output_dir / "model" / "config.json").exists():
+        if was_logged(output_dir / "metrics.jsonl", "checkpoint"):
             raise FemtoError(
-                f"output_dir: {output_dir} holds the model of a finished run and no checkpoint to continue; a new run "
-                "would replace it: choose a new output_dir, or remove this one"
+                f"output_dir: {output_dir} holds a run whose checkpoints are gone; a new one would replace its metrics "
+                "and model: choose a new output_dir, or remove this one"
             )
         return Start()
     state = read_state(checkpoint)
@@ -145,9 +148,9 @@ def write_config(config: ConfigModel, recipe: str) -> str:
     """Write the resolved config to its output_dir; returns the command that continues the run from there."""
     path = config.output_dir / "config.yaml"
     command = shlex.join(["femto", "run", recipe, "--config", str(path)])
-    command += " resume=auto" if config.resume != "auto" else ""
+    again = config.model_copy(update={"resume": "auto"})  # `never`, or a checkpoint's path, is said once
     temporary = path.with_name(".config.yaml")
-    temporary.write_text(dump_config(config, command), encoding="utf-8")
+    temporary.write_text(dump_config(again, command), encoding="utf-8")
     temporary.replace(path)
     return command
 

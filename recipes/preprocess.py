@@ -42,7 +42,9 @@ class Config(ConfigModel):
         None, description="part of the documents, by a hash of the text, that goes to output_dir/validation"
     )
     shard_tokens: PositiveInteger = Field(SHARD_TOKENS, description="most tokens in a file; one file is held in memory")
-    workers: PositiveInteger | None = Field(None, description="threads that encode (null: one a CPU)")
+    workers: Annotated[PositiveInteger, Field(le=256)] | None = Field(
+        None, description="threads that encode (null: one a CPU)"
+    )
     on_bad_document: Literal["stop", "skip"] = Field("stop", description="what a broken document does")
 
     @field_validator("dataset")

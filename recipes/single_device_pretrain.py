@@ -32,7 +32,7 @@ from femtolib.data.tokenizer import load_tokenizer
 from femtolib.device import DTYPES, choose_device, peak_flops, peak_memory_bytes, prepare_process
 from femtolib.errors import RunFailed
 from femtolib.loss import summed_cross_entropy
-from femtolib.metrics import LEDGER_START, JsonLines, Trackers, next_ledger, tensors_digest, verify_ledger
+from femtolib.metrics import LEDGER_START, JsonLines, Trackers, next_ledger, tensors_digest, verify_ledger, was_logged
 from femtolib.model import Decoder
 from femtolib.model_config import flops_per_token
 from femtolib.optim import build_optimizer, clip_gradients, make_room_for_state, set_learning_rate, training_tensors
@@ -164,7 +164,7 @@ def main(config: Config) -> int:
     to_continue = write_config(config, recipe_name(__name__, __file__))
     metrics = JsonLines(output_dir / "metrics.jsonl", resumed_from=start.step if start.checkpoint else None)
     samples = JsonLines(output_dir / "samples-rank0.jsonl", start.step) if config.log.samples else None
-    trackers = Trackers(config.log, output_dir, resolved(config))
+    trackers = Trackers(config.log, output_dir, resolved(config), step)
     metrics.write(
         event="start",
         recipe=Path(__file__).stem,
@@ -223,8 +223,9 @@ def main(config: Config) -> int:
         progress.write(f"step {step}/{steps}  validation: {shown} over {tokens:,} tokens")
         return True
 
-    validation_owed = bool(validation_dataset and start.state and start.state.get("validation_owed"))
-    validation_owed = validation_owed and not validate(step)
+    validation_owed = False
+    if validation_dataset and start.state and start.state.get("validation_owed"):
+        validation_owed = not was_logged(output_dir / "metrics.jsonl", "validation", step) and not validate(step)
 
     # ── 7 Training loop ───────────────────────────────────────────────────────────────────────────────────────────────
     # One optimizer step is one global batch. Its micro-batches are drawn before the first backward: the loss of each is

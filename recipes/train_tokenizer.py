@@ -38,7 +38,7 @@ class Config(ConfigModel):
     text_key: str = Field("text", min_length=1, description=".jsonl and .parquet: the key that holds the text")
     text_documents: Literal["line", "file"] = Field("line", description=".txt: what one document is")
     on_bad_document: Literal["stop", "skip"] = Field("stop", description="what a broken document does")
-    vocab_size: PositiveInteger = Field(description="ids in all: special tokens, 256 bytes, and merges")
+    vocab_size: PositiveInteger = Field(le=2**24, description="ids in all: special tokens, 256 bytes, and merges")
     special_tokens: Annotated[
         list[Annotated[str, Field(min_length=2)]], Field(min_length=1), AfterValidator(_distinct)
     ] = Field(["<|endoftext|>"], description="ids 0, 1, …; the first ends every document (EOS)")

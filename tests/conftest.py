@@ -78,6 +78,8 @@ def _write_tokens(directory: Path, documents: list[list[int]], vocab_size: int, 
         entries.append(
             {"file": path.name, "tokens": tokens, "documents": len(texts), "bytes": len(content), "digest": digest}
         )
+    settings = json.loads((directory / "tokenizer.json").read_bytes()) | {"truncation": None, "padding": None}
+    settings["model"] |= {"dropout": None}  # what may differ without another id coming out
     index = {
         "format": "femto-tokens",
         "version": 1,
@@ -90,7 +92,7 @@ def _write_tokens(directory: Path, documents: list[list[int]], vocab_size: int, 
         "documents": len(documents),
         "skipped": {"empty": 0, "bad": 0},
         "sources": [],
-        "tokenizer_digest": hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest(),
+        "tokenizer_digest": hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest(),
         "template_digest": None,
         "shards": entries,
     }

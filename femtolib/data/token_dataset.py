@@ -79,9 +79,17 @@ class TokenDataset(Dataset):
     def __getitem__(self, index: int) -> Row:
         if not 0 <= index < self._length:
             raise IndexError(f"row {index} of {self._length}")
-        if self._padded:
-            return self._document(index)
-        return self._stream(index * self.seq_len, (index + 1) * self.seq_len + 1)
+        row = (
+            self._document(index)
+            if self._padded
+            else self._stream(index * self.seq_len, (index + 1) * self.seq_len + 1)
+        )
+        if len(row.tokens) and row.tokens.max() > self.largest_id:
+            raise FemtoError(
+                f"{', '.join(map(str, self.directories))}: row {index} has the id {row.tokens.max()}, above the "
+                f"tokenizer's last, {self.largest_id}: the files are damaged; `femto validate --deep` says which"
+            )
+        return row
 
     def __getstate__(self) -> dict:
         """Everything but the maps of the files: whoever receives a copy opens its own."""

@@ -20,7 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from femtolib.data.documents import Document, Sieve, find_files, read_documents
-from femtolib.data.token_files import VERSION, Index, is_token_directory, write_index, write_shard
+from femtolib.data.token_files import VERSION, Index, is_token_directory, read_index, write_index, write_shard
 from femtolib.data.tokenizer import Tokenizer, load_tokenizer
 from femtolib.errors import FemtoError
 from femtolib.publish import locked, published
@@ -97,17 +97,25 @@ def prepare_tokens(
         }
         key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
         directory = _cache() / "tokens" / key
-        if not is_token_directory(directory):
+        if not _is_sound(directory):
             with locked(directory, wait=True):
-                if not is_token_directory(directory):  # else another process has made it meanwhile
+                if not _is_sound(directory):  # else another process has made it meanwhile
                     print(f"tokenizing {name} into {directory}", file=sys.stderr)
-                    with published(directory) as partial:
+                    with published(directory, replace=True) as partial:
                         documents = read_documents(files, **reading)
                         _write(
                             documents, loaded, partial, sources=list(map(str, files)), on_bad_document=on_bad_document
                         )
         directories.append(directory)
     return directories
+
+
+def _is_sound(directory: Path) -> bool:
+    """Whether an entry of the cache is there and whole; one that is not is made again."""
+    try:
+        return bool(read_index(directory))
+    except FemtoError:
+        return False
 
 
 def _write(

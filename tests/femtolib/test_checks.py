@@ -104,7 +104,11 @@ def test_raw_text_needs_a_tokenizer(faults, tmp_path):
 
 def test_token_directories_and_tokenizer_must_agree(check, faults, tokens, tmp_path):
     other = Path(shutil.copytree(tokens, tmp_path / "other"))
-    edit(other / "index.json", tokenizer_digest="f" * 64)
+    words = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(words.replace('"w5"', '"another"'))
+    [fault] = faults(data={"train": [str(other)]})
+    assert f"data.train: {other}: its tokenizer.json is not the one that made its tokens" in fault
+    edit(other / "index.json", tokenizer_digest=load_tokenizer(other).digest)
     for key in ("train", "validation"):
         [fault] = faults(data={key: [str(tokens), str(other)] if key == "train" else [str(other)]})
         assert f"data.{key}: {other}" in fault and "another tokenizer" in fault and str(tokens) in fault

@@ -82,7 +82,8 @@ def test_memory_that_large_tensors_free_is_kept_for_the_next_ones():
 def test_peak_memory_is_in_bytes_and_counts_what_was_freed():
     before, after, kernel = output_of(PEAK)
     assert after - before > 150e6
-    assert after == kernel * (1 if sys.platform == "darwin" else 1024)
+    # The kernel's other count may hold the peak of the process that started this one too.
+    assert after <= kernel * (1 if sys.platform == "darwin" else 1024)
 
 
 @pytest.mark.parametrize(

@@ -297,7 +297,7 @@ def test_a_digest_knows_values_not_memory_layout():
 
 def test_without_a_tracker_nothing_is_imported_or_written(tmp_path):
     before = set(sys.modules)
-    trackers = Trackers(LogSection(), tmp_path, {})
+    trackers = Trackers(LogSection(), tmp_path, {}, 0)
     trackers.log(1, "train", {"loss": 1.0})
     trackers.close()
     assert not list(tmp_path.iterdir())
@@ -308,7 +308,7 @@ def test_tensorboard_gets_the_numbers_and_nothing_else(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    trackers = Trackers(LogSection(tensorboard=True), tmp_path, {})
+    trackers = Trackers(LogSection(tensorboard=True), tmp_path, {}, 0)
     for step in (10, 20):
         trackers.log(step, "train", {"step": step, "loss": 1.0 / step, "grad_norm": None, "ledger": "abc", "tokens": 5})
     trackers.close()
@@ -333,7 +333,7 @@ def test_a_resume_goes_on_in_the_same_run_of_weights_and_biases(tmp_path, monkey
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     section = LogSection.model_construct(**LogSection().model_dump() | {"wandb_project": "p"})
     for _ in range(2):
-        trackers = Trackers(section, tmp_path, {"lr": 1})
+        trackers = Trackers(section, tmp_path, {"lr": 1}, 0)
         trackers.log(3, "train", {"step": 3, "loss": 2.0, "none": None})
         trackers.close()
     first, second = (call for call in calls if isinstance(call, dict))

@@ -104,6 +104,9 @@ def test_what_a_run_did_not_write_is_not_written_over(tmp_path):
         (tmp_path / name).write_text("output_dir: .\n")
         assert word in check_refused(tmp_path) and name in check_refused(tmp_path)
         (tmp_path / name).unlink()
+    (tmp_path / "metrics.jsonl").mkdir()
+    assert "is a folder" in check_refused(tmp_path)
+    (tmp_path / "metrics.jsonl").rmdir()
     (tmp_path / "model").mkdir()
     check_output(tmp_path, data=[], sources=[])
     (tmp_path / "model/net.py").write_text("")
@@ -123,13 +126,11 @@ def test_a_run_does_not_write_into_its_data_nor_over_its_model(tmp_path):
         assert str(source) in check_refused(run, sources=[source])
 
 
-def test_a_finished_runs_model_without_checkpoints_is_not_replaced(folder):
-    (folder / "model").mkdir()
-    (folder / "model/config.json").write_text("{}")
-    (folder / "metrics.jsonl").write_text('{"event": "end", "step": 10, "reason": "completed"}\n')
+def test_a_run_whose_checkpoints_were_removed_is_not_replaced(folder):
+    (folder / "metrics.jsonl").write_text('{"event": "checkpoint", "step": 4}\n')
     shutil.rmtree(folder / "checkpoints")
     [fault] = refused(folder)
-    assert str(folder) in fault and "no checkpoint" in fault
+    assert str(folder) in fault and "checkpoints are gone" in fault
     (folder / "metrics.jsonl").write_text('{"event": "end", "step": 0, "reason": "completed"}\n')
     assert decide(folder) == Start()  # what max_steps: 0 left is made anew in a second
 
@@ -456,10 +457,9 @@ def test_the_config_left_behind_runs_again_and_the_command_continues_the_run(tmp
     for _ in range(2):
         command = write_config(config, "single_device_pretrain")
     path = tmp_path / "my run/config.yaml"
-    expected = f"femto run single_device_pretrain --config '{path}'"
-    assert command == expected + ("" if resume == "auto" else " resume=auto")
+    assert command == f"femto run single_device_pretrain --config '{path}'"
     assert path.read_text().startswith(f"# {command}\n")
-    assert load_config(Config, path) == config
+    assert load_config(Config, path) == config.model_copy(update={"resume": "auto"})
     assert [entry.name for entry in config.output_dir.iterdir()] == ["config.yaml"]
 
 

@@ -1,6 +1,7 @@
 """Whether every wrong config, file and combination ends with exit 2 and one readable line a fault, before any work and
 with nothing left behind."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -259,7 +260,11 @@ def test_a_pickle_among_the_tokens_never_runs(run, changed, config, tokens, cana
 
 
 def test_token_directories_of_different_tokenizers_do_not_mix(run, changed, config, tokens, uneven_tokens):
-    edit_json(tokens / "index.json", tokenizer_digest="0" * 64)
+    words = json.loads((tokens / "tokenizer.json").read_text().replace('"w5"', '"another"'))
+    (tokens / "tokenizer.json").write_text(json.dumps(words))
+    words["model"]["dropout"] = None
+    digest = hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()
+    edit_json(tokens / "index.json", tokenizer_digest=digest)
     both = [str(uneven_tokens), str(tokens)]
     assert_refused(run(changed(config, {"data": {"train": both}, "max_steps": 3})), "tokenizer", str(tokens))
     assert_refused(run(changed(config, {"data": {"validation": str(tokens)}, "max_steps": 3})), "tokenizer")

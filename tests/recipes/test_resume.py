@@ -366,6 +366,9 @@ def test_never_must_and_auto_say_what_may_be_found(run, config, changed, stopped
     nothing = run(changed(config, {"resume": "must"}))
     assert nothing.exit_code == 2 and len(nothing.errors) == 1 and not nothing.output.exists(), nothing
     shutil.rmtree(stopped.output / "checkpoints")
+    refused = run(stopped.path)  # a run that had checkpoints is not begun again over its metrics
+    assert refused.exit_code == 2 and "checkpoints are gone" in refused.errors[0], refused
+    (stopped.output / "metrics.jsonl").unlink()
     fresh = run(stopped.path)
     assert fresh.exit_code == 0 and fresh.lines("start")[-1]["resumed_from"] is None, fresh
     assert_same(fresh, eight)

@@ -16,7 +16,7 @@ EOS = 0
 def store(tmp_path):
     """`store("a", [[[5, 6, EOS]], [[7, EOS]]])`: a token directory of two shards of one document each."""
 
-    def store(name, shards, *, dtype="uint16", eos_id=EOS, tokenizer="0"):
+    def store(name, shards, *, dtype="uint16", eos_id=EOS, tokenizer="0", largest_id=65_535):
         directory = tmp_path / name
         directory.mkdir()
         written = [
@@ -31,7 +31,7 @@ def store(tmp_path):
         index = Index(
             dtype=dtype,
             vocab_size=60_000,
-            largest_id=60_000,
+            largest_id=largest_id,
             eos_id=eos_id,
             bos_id=None,
             tokens=sum(shard.tokens for shard in written),
@@ -91,10 +91,18 @@ def test_rows_do_not_depend_on_how_the_stream_is_cut_into_files(store):
 
 def test_ids_above_65535_survive_beside_narrow_ones(store):
     narrow = store("narrow", [[[65_535, EOS]]])
-    wide = store("wide", [[[65_536, 2**31 - 1, EOS]]], dtype="uint32")
+    wide = store("wide", [[[65_536, 2**31 - 1, EOS]]], dtype="uint32", largest_id=2**31 - 1)
     dataset = TokenDataset([narrow, wide], rows="stream", seq_len=4)
     assert dataset[0].tokens.tolist() == [65_535, EOS, 65_536, 2**31 - 1, EOS]
     assert dataset[0].document_ids.tolist() == [0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("rows", ["stream", "padded"])
+def test_an_id_that_the_tokenizer_does_not_have_is_told_with_its_row(store, rows):
+    dataset = TokenDataset([store("one", [[[1, 2, EOS], [3, 9, EOS]]], largest_id=8)], rows=rows, seq_len=2)
+    dataset[0]
+    with pytest.raises(FemtoError, match=r"one: row 1 has the id 9, above .* 8: .*--deep"):
+        dataset[1]
 
 
 def test_padded_rows_are_documents(store):
@@ -116,7 +124,7 @@ def test_no_row_lies_outside(store):
 def test_what_describes_the_rows_is_known_without_reading_them(store):
     one, two = store("one", [_documents([4])]), store("two", [_documents([4], first=50)])
     dataset = TokenDataset([one, two], rows="stream", seq_len=3)
-    assert (dataset.eos_id, dataset.vocab_size, dataset.largest_id) == (EOS, 60_000, 60_000)
+    assert (dataset.eos_id, dataset.vocab_size, dataset.largest_id) == (EOS, 60_000, 65_535)
     assert dataset.tokenizer_directory == one and dataset.rows_without_trained_tokens is None
     assert dataset.digest == TokenDataset([one, two], rows="padded", seq_len=9).digest
     assert dataset.digest != TokenDataset([two, one], rows="stream", seq_len=3).digest

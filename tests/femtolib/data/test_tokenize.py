@@ -396,12 +396,14 @@ def test_waiting_ends_when_the_maker_is_killed(cache, tmp_path, raw, word_tokeni
 
 
 # transformers#43140: a cache file that is unpickled runs code
-def test_a_damaged_cache_entry_is_refused_by_name(cache, raw, word_tokenizer):
+@pytest.mark.parametrize("name", ["tokens-00000.safetensors", "index.json"])
+def test_a_damaged_cache_entry_is_made_again(cache, raw, word_tokenizer, name):
     (directory,) = prepare_tokens([str(raw)], str(word_tokenizer(100)))
-    (directory / "tokens-00000.safetensors").write_bytes(b"\x80\x04canary")
-    (directory,) = prepare_tokens([str(raw)], str(word_tokenizer(100)))
-    with pytest.raises(FemtoError, match=r"tokens-00000\.safetensors: 8 bytes, but"):
-        TokenDataset([directory], rows="stream", seq_len=2)
+    whole = (directory / name).read_bytes()
+    for damage in (lambda: (directory / name).write_bytes(b"\x80\x04canary"), (directory / name).unlink):
+        damage()
+        assert prepare_tokens([str(raw)], str(word_tokenizer(100))) == [directory]
+        assert (directory / name).read_bytes() == whole
 
 
 # ── Size ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

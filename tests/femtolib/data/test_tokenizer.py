@@ -115,7 +115,7 @@ def test_eos_is_the_tokenizer_configs_else_the_generation_configs_else_the_model
 def test_eos_is_the_key_where_no_file_names_one_and_refused_where_nothing_does(byte_tokenizer):
     directory = byte_tokenizer(files={})
     assert load_tokenizer(directory, "<|im_end|>").eos_id == 3
-    with pytest.raises(FemtoError, match="set eos_token"):
+    with pytest.raises(FemtoError, match="does not say which token ends a document"):
         load_tokenizer(directory)
 
 
