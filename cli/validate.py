@@ -19,9 +19,16 @@ from femtolib.errors import FemtoError
 
 def main(argv: list[str]) -> int:
     parser = Parser("femto validate", __doc__)
+    parser.usage = "femto validate RECIPE --config CONFIG [key=value …] [--show N] [--deep] [--json]"
     parser.add_argument("--config", metavar="CONFIG", type=Path, required=True, help="the config to check")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys to set on top of it")
-    parser.add_argument("--show", metavar="N", type=int, default=0, help="print the first N rows of training as text")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys to set on top of the config")
+    parser.add_argument(
+        "--show",
+        metavar="N",
+        type=int,
+        default=0,
+        help="print the first N rows of training as text, trained tokens in ⟦ ⟧",
+    )
     parser.add_argument("--deep", action="store_true", help="read all data and compare them with their digests")
     parser.add_argument("--json", action="store_true", help="print the numbers as one JSON object, and nothing else")
     if argv[:1] in ([], ["-h"], ["--help"]):

@@ -56,7 +56,7 @@ def run_recipe(
         except FemtoError as error:
             return fail(error)
         except KeyboardInterrupt:
-            print("error: interrupted; nothing was saved since the last checkpoint", file=sys.stderr)
+            print("error: interrupted; what was not saved before is lost", file=sys.stderr)
             return EXIT_FAILED
         except OSError as error:
             if error.errno not in _DISK_SAYS_NO:

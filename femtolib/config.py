@@ -129,7 +129,6 @@ Count = Annotated[Integer, Field(ge=0)]
 PositiveInteger = Annotated[Integer, Field(ge=1)]
 ExistingPath = Annotated[Path, BeforeValidator(_existing_path)]
 BuiltinOrPath = Annotated[str, BeforeValidator(_builtin_or_path)]
-BuiltinOrPaths = Annotated[list[BuiltinOrPath], BeforeValidator(_one_or_several), Field(min_length=1)]
 InputPatterns = Annotated[
     list[Annotated[str, BeforeValidator(_existing_pattern)]], BeforeValidator(_one_or_several), Field(min_length=1)
 ]

@@ -9,6 +9,7 @@ agree, on whatever devices they ran.
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,7 @@ class Trackers:
             import wandb
 
             id_file = output_dir / "wandb_run_id"  # a resume goes on in the same W&B run
-            run_id = id_file.read_text() if id_file.exists() else wandb.util.generate_id()
+            run_id = id_file.read_text() if id_file.exists() else secrets.token_hex(8)
             id_file.write_text(run_id)
             self._wandb = wandb.init(
                 project=section.wandb_project, id=run_id, resume="allow", dir=output_dir, config=config

@@ -128,6 +128,10 @@ def decide_start(
                 "and model: choose a new output_dir, or remove this one"
             )
         return Start()
+    if (checkpoint / "checkpoints").is_dir():
+        raise FemtoError(
+            f"resume: {checkpoint} is a run's folder; name one of its checkpoints, in {checkpoint}/checkpoints"
+        )
     state = read_state(checkpoint)
     if checkpoints and int(checkpoints[-1].name.removeprefix("step_")) > state["step"]:
         raise FemtoError(
@@ -199,6 +203,8 @@ def _check_same_run(
 
 
 def _differences(name: str, saved: Any, current: Any) -> list[str]:
+    if name == "data":
+        return [f"data.train or its tokenizer changed: their digest was {str(saved)[:16]} and is now {current[:16]}"]
     if not isinstance(saved, dict) or not isinstance(current, dict):
         return [f"{name} was {show(saved)} and is now {show(current)}"]
     keys = [key for key in {**saved, **current} if saved.get(key) != current.get(key)]

@@ -19,10 +19,10 @@ from pydantic import (
 
 from femtolib.config import (
     BuiltinOrPath,
-    BuiltinOrPaths,
     ConfigModel,
     Count,
     ExistingPath,
+    InputPatterns,
     Integer,
     OutputPath,
     PositiveInteger,
@@ -126,7 +126,10 @@ class ModelSection(ConfigModel):
         if self.path is None and not inline:
             raise ValueError("give `path`, or the keys of a config.json (model_type, hidden_size, …)")
         if self.path is not None and inline:
-            raise ValueError(f"`path` names a config.json already; remove {', '.join(map(repr, inline))}")
+            raise ValueError(
+                f"`path` names a config.json already; remove {', '.join(map(repr, inline))} (on the command line: "
+                f"'model={{path: {self.path}}}' replaces the section)"
+            )
         if self.path is None and "weights" in self.model_fields_set and self.weights == "load":
             raise ValueError("`weights: load` needs `path`")
         if self.path is not None and not (self.path / "config.json").is_file():
@@ -147,8 +150,8 @@ class ModelSection(ConfigModel):
 class DataSection(ConfigModel):
     """What to train on, and how documents become rows."""
 
-    train: BuiltinOrPaths = Field(description="token directories or raw files (.jsonl, .txt, .parquet, …), or builtin")
-    validation: BuiltinOrPaths | None = Field(None, description="the same, for validation")
+    train: InputPatterns = Field(description="token directories or raw files (.jsonl, .txt, .parquet, …), or builtin")
+    validation: InputPatterns | None = Field(None, description="the same, for validation")
     rows: Literal["stream", "packed", "padded"] = Field(
         "stream",
         description="one stream cut into rows, or one document a row (padded); packed is not built yet",

@@ -9,6 +9,7 @@ To make it your own: `femto cp preprocess mine.py`, edit, `femto run ./mine.py -
 which documents are taken and what becomes of their text (section 2).
 """
 
+import shlex
 import sys
 from typing import Annotated, Literal
 
@@ -92,7 +93,8 @@ def main(config: Config) -> None:
         )
     skipped = next(iter(indexes.values())).skipped
     print(f"left out: {skipped['empty']:,} documents without text, {skipped['bad']:,} bad ones")
-    print(f"to train on it: data.train={config.output_dir / next(iter(indexes))}")
+    keys = [f"data.{part or 'train'}={shlex.quote(str(config.output_dir / part))}" for part in indexes]
+    print(f"to train on it: {' '.join(keys)}")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ To make it your own: `femto cp single_device_pretrain mine.py`, edit, `femto run
 edit first is the loss (section 7) and what a batch is made of (section 2).
 """
 
+import hashlib
 import math
+import shlex
 import sys
 import time
 from dataclasses import asdict
@@ -149,6 +151,7 @@ def main(config: Config) -> int:
     # Tensors come from the checkpoint, everything else from its state.json. A changed config is refused where it would
     # change what is trained: a run that goes on must be the run that was stopped.
     output_dir = config.output_dir
+    recipe_digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     identity = {"data": dataset.digest, "model": asdict(model_config)}
     start = claim_output(output_dir, config.resume, config=resolved(config), identity=identity, steps=steps)
     if start.finished:
@@ -186,6 +189,8 @@ def main(config: Config) -> int:
     )
     if start.checkpoint:
         print(f"continuing after step {step} from {start.checkpoint}")
+        if start.state.get("recipe_digest") != recipe_digest:
+            print("note: the recipe's code is not that of the checkpoint; whether it trains alike is yours to know")
 
     # ── 6 Validation ──────────────────────────────────────────────────────────────────────────────────────────────────
     # The same mean over tokens as in training, each row once: the last batch is filled with empty rows. Who asks for a
@@ -313,6 +318,7 @@ def main(config: Config) -> int:
             metrics.sync()
             state = {
                 "recipe": Path(__file__).stem,
+                "recipe_digest": recipe_digest,
                 "steps": steps,
                 "ledger": ledger,
                 "validation_owed": validation_owed,
@@ -353,7 +359,7 @@ def main(config: Config) -> int:
     start.lock.close()
     print(f"done: the model lies in {output_dir / 'model'}, a Hugging Face directory. Load it with")
     print(f"    transformers.AutoModelForCausalLM.from_pretrained({str(output_dir / 'model')!r})")
-    print(f"or train it on: model.path={output_dir / 'model'} with another output_dir")
+    print(f"or train it on: {shlex.quote('model={path: ' + str(output_dir / 'model') + '}')} with another output_dir")
     return EXIT_DONE
 
 

@@ -95,7 +95,11 @@ def read_dataset(
     datasets = _import("datasets")
     where = f"{path}{f'/{name}' if name else ''}[{split}]"
     try:
-        for number, row in enumerate(datasets.load_dataset(path, name, split=split, streaming=True), 1):
+        if (Path(path) / "state.json").is_file():  # of Dataset.save_to_disk, which load_dataset refuses
+            rows = datasets.load_from_disk(path)
+        else:
+            rows = datasets.load_dataset(path, name, split=split, streaming=True)
+        for number, row in enumerate(rows, 1):
             if text_key not in row:
                 raise FemtoError(f"dataset: {where}: no column {text_key!r} (it has {', '.join(row)}): set text_key")
             yield _check_text(f"{where}:{number}", row[text_key])

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from femtolib.config import (
-    BuiltinOrPaths,
     ConfigModel,
     Count,
     ExistingPath,
@@ -47,7 +46,7 @@ class Outer(ConfigModel):
     maybe: str | None = None
     shape: Literal["round", "square"] = "round"
     optimizer: Inner = Inner()
-    data: BuiltinOrPaths | None = None
+    data: InputPatterns | None = None
     inputs: InputPatterns | None = None
     folder: ExistingPath | None = None
     output: OutputPath = Path("/somewhere")

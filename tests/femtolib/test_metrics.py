@@ -321,15 +321,22 @@ def test_tensorboard_gets_the_numbers_and_nothing_else(tmp_path):
     ]
 
 
+@pytest.mark.slow
+def test_the_real_library_of_weights_and_biases_takes_what_a_run_logs(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    trackers = Trackers(LogSection(wandb_project="p"), tmp_path, {"lr": 1}, 0)
+    trackers.log(3, "train", {"step": 3, "loss": 2.0, "none": None})
+    trackers.close()
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
 def test_a_resume_goes_on_in_the_same_run_of_weights_and_biases(tmp_path, monkeypatch):
     calls = []
     run = types.SimpleNamespace(
         log=lambda values, step: calls.append((step, values)), finish=lambda: calls.append("finish")
     )
-    wandb = types.SimpleNamespace(
-        util=types.SimpleNamespace(generate_id=lambda: f"id{len(calls)}"),
-        init=lambda **arguments: calls.append(arguments) or run,
-    )
+    wandb = types.SimpleNamespace(init=lambda **arguments: calls.append(arguments) or run)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     section = LogSection.model_construct(**LogSection().model_dump() | {"wandb_project": "p"})
     for _ in range(2):
@@ -337,7 +344,7 @@ def test_a_resume_goes_on_in_the_same_run_of_weights_and_biases(tmp_path, monkey
         trackers.log(3, "train", {"step": 3, "loss": 2.0, "none": None})
         trackers.close()
     first, second = (call for call in calls if isinstance(call, dict))
-    assert first["id"] == second["id"] == "id0" and first["resume"] == "allow" and first["project"] == "p"
+    assert first["id"] == second["id"] and len(first["id"]) == 16 and first["resume"] == "allow" and first["project"] == "p"
     assert first["config"] == {"lr": 1} and first["dir"] == tmp_path
     assert [call for call in calls if isinstance(call, tuple)] == [(3, {"train/loss": 2.0})] * 2
     assert calls.count("finish") == 2
