@@ -44,10 +44,10 @@ def test_a_reader_that_leaves_ends_the_command_quietly():
     os.close(reader)
     ended = subprocess.run([FEMTO, "ls"], stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
-    assert (ended.returncode, ended.stderr) == (1, "")
+    assert (ended.returncode, ended.stderr) == (1, "error: interrupted\n")
 
 
-def test_ctrl_c_ends_a_command_quietly(here):
+def test_ctrl_c_ends_a_command_with_one_line(here):
     toy = (here / "toy.py").read_text()
     (here / "slow.py").write_text(toy + "\n\nimport time\n\nprint('here', flush=True)\ntime.sleep(60)\n")
     command = [FEMTO, "run", "slow.py", "--config", "toy.yaml"]
@@ -57,4 +57,4 @@ def test_ctrl_c_ends_a_command_quietly(here):
     begin = time.monotonic()
     _, stderr = process.communicate(timeout=30)
     assert time.monotonic() - begin < 5
-    assert (process.returncode, stderr) == (1, "")
+    assert (process.returncode, stderr) == (1, "error: interrupted\n")
