@@ -44,7 +44,7 @@ def test_a_reader_that_leaves_ends_the_command_quietly():
     os.close(reader)
     ended = subprocess.run([FEMTO, "ls"], stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
-    assert (ended.returncode, ended.stderr) == (1, "error: interrupted\n")
+    assert (ended.returncode, ended.stderr) == (1, "")
 
 
 def test_ctrl_c_ends_a_command_with_one_line(here):
