@@ -38,12 +38,6 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
 
-def count_parameters(config: ModelConfig) -> int:
-    """The decoder's parameters; tied embeddings count once."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in Decoder(config, torch.float32).parameters())
-
-
 class Layers(nn.Module):
     """All of the decoder but its head."""
 

@@ -344,7 +344,8 @@ def test_a_resume_goes_on_in_the_same_run_of_weights_and_biases(tmp_path, monkey
         trackers.log(3, "train", {"step": 3, "loss": 2.0, "none": None})
         trackers.close()
     first, second = (call for call in calls if isinstance(call, dict))
-    assert first["id"] == second["id"] and len(first["id"]) == 16 and first["resume"] == "allow" and first["project"] == "p"
+    assert first["id"] == second["id"] and len(first["id"]) == 16
+    assert first["resume"] == "allow" and first["project"] == "p"
     assert first["config"] == {"lr": 1} and first["dir"] == tmp_path
     assert [call for call in calls if isinstance(call, tuple)] == [(3, {"train/loss": 2.0})] * 2
     assert calls.count("finish") == 2
