@@ -145,7 +145,7 @@ def main(config: Config) -> int:
     optimizer = build_optimizer(model, config.optimizer)
     steps = sampler.steps
     if config.schedule.warmup_steps > steps > 0:
-        print(f"schedule.warmup_steps: {config.schedule.warmup_steps} is longer than the run of {steps} steps")
+        print(f"note: schedule.warmup_steps: {config.schedule.warmup_steps} is longer than the run of {steps} steps")
 
     # ── 5 Resume ──────────────────────────────────────────────────────────────────────────────────────────────────────
     # Tensors come from the checkpoint, everything else from its state.json. A changed config is refused where it would
