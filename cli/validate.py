@@ -47,12 +47,24 @@ def main(argv: list[str]) -> int:
 
         config = load_config(load_recipe(path).Config, arguments.config, arguments.overrides)
         trains = all(hasattr(config, key) for key in ("model", "data", "global_batch_size"))
-        numbers = _check_training(config, arguments.show, arguments.deep) if trains else {}
+        numbers = _check_training(config, arguments.show, arguments.deep) if trains else _check_preparation(config)
     if arguments.json:
         print(json.dumps({key: numbers.get(key) for key in ("parameters", "steps", "tokens_per_step", "parallel")}))
     else:
         print(f"{arguments.config}: no fault found")
     return 0
+
+
+def _check_preparation(config) -> dict[str, int | None]:
+    """Look for the files that a recipe which makes data or tokenizers names."""
+    from femtolib.data.documents import find_files
+    from femtolib.data.tokenizer import load_tokenizer
+
+    if tokenizer := getattr(config, "tokenizer", None):
+        load_tokenizer(tokenizer, getattr(config, "eos_token", None))
+    if patterns := getattr(config, "input", None):
+        print(f"input: {len(find_files(patterns)):,} files")
+    return {}
 
 
 def _check_training(config, show: int, deep: bool) -> dict[str, int | None]:

@@ -46,6 +46,16 @@ def test_the_numbers_that_follow_from_a_config_are_printed(validate, config, une
     assert json.loads(validate(config, "--json", "epochs=3").stdout)["steps"] == steps // 2 * 3
 
 
+def test_the_files_that_make_data_and_tokenizers_are_looked_for(femto, write_config, tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    config = {"input": str(tmp_path), "tokenizer": "builtin", "output_dir": str(tmp_path / "tokens")}
+    ended = femto("validate", "preprocess", "--config", write_config(config))
+    assert ended.code == 0 and "input: 1 files" in ended.stdout, ended.stderr
+    (tmp_path / "a.txt").unlink()
+    ended = femto("validate", "preprocess", "--config", write_config(config))
+    assert ended.code == 2 and "no file below this folder" in ended.stderr
+
+
 def test_nothing_is_written(validate, config, tmp_path):
     assert validate(config, f"output_dir={tmp_path / 'output'}").code == 0
     assert not (tmp_path / "output").exists()
