@@ -357,7 +357,7 @@ def main(config: Config) -> int:
     )
     metrics.write(event="end", step=step, reason="completed")
     start.lock.close()
-    print(f"done: the model lies in {output_dir / 'model'}, a Hugging Face directory. After `pip install transformers`:")
+    print(f"done: the model lies in {output_dir / 'model'}, an HF directory. With `pip install transformers`:")
     print(f"    transformers.AutoModelForCausalLM.from_pretrained({str(output_dir / 'model')!r})")
     print(f"or train it on: {shlex.quote('model={path: ' + str(output_dir / 'model') + '}')} with another output_dir")
     return EXIT_DONE
