@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from femto.parser import Parser
-from femto.shipped import configs, configs_of, nearest, recipe_of, recipes
+from femto.shipped import config_of, configs, nearest, recipe_of, recipes
 from femtolib.errors import FemtoError
 
 
@@ -22,8 +22,9 @@ def main(argv: list[str]) -> int:
     _write(target, source.read_bytes(), force=arguments.force)
 
     recipe = target if source.suffix == ".py" else recipe_of(source)
-    config = next(iter(configs_of(source.stem)), "CONFIG") if source.suffix == ".py" else target
-    print(f"{target} is yours to edit; to run it:\n    femto run {recipe} --config {config}")
+    config = config_of(source) or "CONFIG" if source.suffix == ".py" else target
+    print(f"{target} is yours to edit; to run it:")
+    print(f"    femto run {recipe} --config {config} output_dir=runs/{target.stem}")
     return 0
 
 

@@ -11,6 +11,7 @@ import glob
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterable
 from pathlib import Path, PureWindowsPath
 
@@ -86,10 +87,14 @@ def _download(repo_id: str, revision: str | None, output: Path, ignore: list[str
 
 
 def _abandon(output: Path) -> None:
-    """End the process at Ctrl-C; an exception would wait for the client's threads until their files are complete."""
-    for half in (output / ".cache" / "huggingface").rglob("*.incomplete"):
-        half.unlink(missing_ok=True)
-    os._exit(1)
+    """End the process at Ctrl-C, exit code 1; half-fetched files, which the client would never continue, are removed.
+
+    An exception would wait for the client's threads until their files are complete, and while those threads live they
+    begin new ones; execv ends them.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    remove = "import pathlib, sys; [f.unlink() for f in pathlib.Path(sys.argv[1]).rglob('*.incomplete')]; sys.exit(1)"
+    os.execv(sys.executable, [sys.executable, "-I", "-c", remove, str(output / ".cache" / "huggingface")])
 
 
 def _is_plain(name: str) -> bool:

@@ -19,6 +19,7 @@ VERBS = {
     "cp": "copy a recipe or a config to edit",
     "run": "run a recipe with a config",
     "validate": "check all that can be checked without training, and print the numbers that follow",
+    "export": "turn a training checkpoint into a Hugging Face directory",
     "download": "fetch a model from the Hugging Face hub",
 }
 
@@ -58,3 +59,7 @@ def _dispatch(argv: list[str]) -> int:
     if argv[0] not in VERBS:
         raise FemtoError(f"there is no command {argv[0]!r}{nearest(argv[0], VERBS)}")
     return importlib.import_module(f"femto.{argv[0]}").main(argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

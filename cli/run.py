@@ -4,8 +4,12 @@
     femto run RECIPE --help        every key of its config
 
 RECIPE is a name from `femto ls` or a path to your own .py file. CONFIG is a name from `femto ls` or a path to your own
-.yaml file. key=value sets a key on top of the config: optimizer.lr=1e-4. Torchrun's options are for recipes that run
-on several processes.
+.yaml file. key=value sets a key on top of the config: optimizer.lr=1e-4.
+
+Torchrun's options are for recipes that run on several processes: --nproc-per-node N (without it, one process for each
+visible GPU, or one on a CPU), --nnodes N --rdzv-endpoint HOST:PORT (the same command on every node, HOST being one of
+them), --max-restarts N, … Ctrl-C or SIGTERM, to any of them, stops all with the state saved; --shutdown-timeout SECONDS
+says how long that may take (an hour, where it is not given).
 
 Exit codes: 0 done, 2 the input is wrong, 3 stopped on request with the state saved, 1 anything else.
 """
@@ -13,14 +17,22 @@ Exit codes: 0 done, 2 the input is wrong, 3 stopped on request with the state sa
 import importlib
 import importlib.util
 import os
+import re
+import shlex
 import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
+from femto.parser import Parser
 from femto.shipped import configs_of, find_config, find_recipe, nearest, recipes
 from femtolib.errors import FemtoError, RunFailed
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
+
+    from femtolib.config import ConfigModel
 
 LAUNCHES = ("single", "distributed")
 
@@ -32,16 +44,82 @@ def main(argv: list[str]) -> int:
     # Before torch is imported, which reads it once: threads that wait for each other sleep instead of spinning. On a
     # machine with other load that took a small run from 35 CPU seconds to 5.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Read at import, too: a lost connection is told in a line of ours, not in 30 of the C++ stack.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     options, name, arguments = split(argv)
     path = find_recipe(name)
     arguments = locate_config(name, arguments)
     recipe = load_recipe(path)
-    if getattr(recipe, "LAUNCH", "single") == "distributed":
-        raise FemtoError(f"{name} has LAUNCH = 'distributed', and this version runs recipes in one process only")
-    refuse_options(name, options)
+    kind = getattr(recipe, "LAUNCH", "single")
+    if kind == "single":
+        refuse_options(name, options)
+    elif not {"-h", "--help"} & {*arguments} and (config := launch_config(recipe, name, options, arguments)):
+        from femto.launch import launch
+
+        os.environ["FEMTO_OPTIONS"] = shlex.join(options)  # for the line that says how to continue
+        return launch(config, name, arguments)
     from femtolib.command import run_recipe
 
-    return run_recipe(recipe.Config, recipe.main, arguments, doc=recipe.__doc__, prog=f"femto run {name}")
+    forget_launchers()
+    prog = f"femto run {name}"
+    return run_recipe(recipe.Config, recipe.main, arguments, doc=recipe.__doc__, prog=prog, launch=kind)
+
+
+def launch_config(recipe: ModuleType, name: str, options: list[str], arguments: list[str]) -> "LaunchConfig | None":
+    """How to start the processes of a distributed recipe; None where it runs in this one, alone.
+
+    The config and the layout are checked first, so that what is wrong with them is said once and at once.
+    """
+    from femtolib.checks import check_layout, configured_model
+    from femtolib.config import load_config
+    from femtolib.parallel.mesh import ParallelDims
+
+    parser = Parser(f"femto run {name}", "")
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("overrides", nargs="*")
+    try:
+        known = parser.parse_intermixed_args(arguments)
+    except FemtoError as error:
+        raise FemtoError(f"{error}; torchrun's options stand before {name}") from None
+    if not known.config.is_file():
+        raise FemtoError(f"{known.config} is a pipe: {name} reads its config in every process; write it to a file")
+    config = load_config(recipe.Config, known.config, known.overrides)
+    processes = processes_per_node(config)
+    if not options and processes == 1 and not any(name.startswith("PET_") for name in os.environ):  # torchrun's own
+        return None
+    from femto.launch import parse_options
+
+    settings = parse_options(options, processes)
+    refuse_processes(config)
+    if settings.min_nodes == settings.max_nodes and hasattr(config, "parallel"):
+        dims = ParallelDims.of(config.parallel, settings.max_nodes * settings.nproc_per_node)
+        if hasattr(config, "model") and hasattr(config, "data"):
+            check_layout(dims, configured_model(config.model), config.data.seq_len)
+    return settings
+
+
+def refuse_processes(config: "ConfigModel") -> None:
+    """FemtoError if a launcher is to start processes of a recipe that would start some itself."""
+    if (own := getattr(config, "processes", 1)) > 1:
+        raise FemtoError(f"processes: {own} is for a run without torchrun's options: leave out the one or the others")
+
+
+def processes_per_node(config: "ConfigModel") -> int:
+    """How many processes a distributed recipe gets on a node where no option says it: one per visible GPU, or one, also
+    where that one then starts others (`processes`)."""
+    import torch
+
+    alone = getattr(config, "device", None) == "cpu" or getattr(config, "processes", 1) > 1
+    return 1 if alone else max(1, torch.cuda.device_count())
+
+
+def forget_launchers() -> None:
+    """Take the variables out of the environment that a launcher leaves to its workers, and they to what they start."""
+    torchruns = "(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
+    ours = "FEMTO_(EXIT_CODES|OPTIONS|RESTART_COUNT|RENDEZVOUS)"
+    for name in os.environ:
+        if re.fullmatch(f"{torchruns}|{ours}", name):
+            del os.environ[name]
 
 
 def split(argv: list[str]) -> tuple[list[str], str, list[str]]:
@@ -66,7 +144,10 @@ def _refuse(message: str) -> NoReturn:
 def refuse_options(name: str, options: list[str]) -> None:
     """FemtoError if a recipe that runs in one process was given torchrun options."""
     if options:
-        raise FemtoError(f"{name} runs in one process and takes no torchrun options: remove {' '.join(options)}")
+        raise FemtoError(
+            f"{name} runs in one process and takes no torchrun options: remove {' '.join(options)} (a recipe that runs "
+            "on several has LAUNCH = 'distributed')"
+        )
 
 
 def load_recipe(path: Path) -> ModuleType:

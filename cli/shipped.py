@@ -64,6 +64,12 @@ def recipe_of(config: Path) -> str | None:
     return command and command[1]
 
 
+def config_of(recipe: Path) -> str | None:
+    """The shipped config in the command of a recipe's docstring, `femto run RECIPE --config configs/NAME.yaml`."""
+    command = re.search(r"--config configs/(\S+)\.yaml", _docstring(recipe))
+    return command and command[1]
+
+
 def about(config: Path) -> str:
     """The second line of a config, where that is a comment: what the run is, and what it costs."""
     with config.open(encoding="utf-8") as lines:
@@ -73,8 +79,7 @@ def about(config: Path) -> str:
 
 def summary(recipe: Path) -> str:
     """The first sentence of a recipe's docstring, on one line, without importing the recipe."""
-    doc = ast.get_docstring(ast.parse(recipe.read_text(encoding="utf-8")), clean=False) or ""
-    return " ".join(doc.split("\n\n")[0].split()).split(". ")[0].removesuffix(".")
+    return " ".join(_docstring(recipe).split("\n\n")[0].split()).split(". ")[0].removesuffix(".")
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -82,6 +87,10 @@ def nearest(name: str, names: Iterable[str]) -> str:
     names = list(names)
     close = [match for asked in (name, Path(name).stem) for match in difflib.get_close_matches(asked, names, 1)]
     return f"; did you mean {close[0]!r}?" if close else f"; there are: {', '.join(names)}" if names else ""
+
+
+def _docstring(recipe: Path) -> str:
+    return ast.get_docstring(ast.parse(recipe.read_text(encoding="utf-8")), clean=False) or ""
 
 
 def _is_path(name: str) -> bool:

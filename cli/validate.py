@@ -1,25 +1,31 @@
 """Check all that can be checked without training, and print the numbers that follow from a config.
 
-    femto validate RECIPE --config CONFIG [key=value …] [--show N] [--deep] [--json]
+    femto validate [torchrun options] RECIPE --config CONFIG [key=value …] [--show N] [--deep] [--json]
 
-RECIPE, CONFIG and key=value are those of `femto run`, and so are the faults: one `error:` line each, exit code 2. Raw
-data files are tokenized into the cache, where the run will find them.
+Options, RECIPE, CONFIG and key=value are those of `femto run`, and so are the faults: one `error:` line each, exit code
+2. Nothing is launched: `--nnodes 128 --nproc-per-node 8` is checked on a laptop, and the nodes need no place to meet.
+Raw data files are tokenized into the cache, where the run will find them.
 """
 
 import contextlib
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from femto.parser import Parser
-from femto.run import load_recipe, locate_config, refuse_options, split
+from femto.run import load_recipe, locate_config, processes_per_node, refuse_options, refuse_processes, split
 from femto.shipped import find_recipe
 from femtolib.errors import FemtoError
+
+if TYPE_CHECKING:
+    from femtolib.config import ConfigModel
+    from femtolib.parallel.mesh import ParallelDims
 
 
 def main(argv: list[str]) -> int:
     parser = Parser("femto validate", __doc__)
-    parser.usage = "femto validate RECIPE --config CONFIG [key=value …] [--show N] [--deep] [--json]"
+    parser.usage = "femto validate [torchrun options] RECIPE --config CONFIG [key=value …] [--show N] [--deep] [--json]"
     parser.add_argument("--config", metavar="CONFIG", type=Path, required=True, help="the config to check")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys to set on top of the config")
     parser.add_argument(
@@ -37,7 +43,6 @@ def main(argv: list[str]) -> int:
     options, name, rest = split(argv)
     path = find_recipe(name)
     arguments = parser.parse_intermixed_args(locate_config(name, rest))
-    refuse_options(name, options)
     if arguments.show < 0:
         raise FemtoError(f"--show {arguments.show}: should be a number of rows, 0 or more")
 
@@ -45,14 +50,38 @@ def main(argv: list[str]) -> int:
     with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
         from femtolib.config import load_config
 
-        config = load_config(load_recipe(path).Config, arguments.config, arguments.overrides)
+        recipe = load_recipe(path)
+        is_distributed = getattr(recipe, "LAUNCH", "single") == "distributed"
+        if not is_distributed:
+            refuse_options(name, options)
+        config = load_config(recipe.Config, arguments.config, arguments.overrides)
         trains = all(hasattr(config, key) for key in ("model", "data", "global_batch_size"))
-        numbers = _check_training(config, arguments.show, arguments.deep) if trains else _check_preparation(config)
+        layout = _check_layout(config, options) if is_distributed and trains else None
+        if trains:
+            numbers = _check_training(config, layout, arguments.show, arguments.deep)
+        else:
+            numbers = _check_preparation(config)
     if arguments.json:
         print(json.dumps({key: numbers.get(key) for key in ("parameters", "steps", "tokens_per_step", "parallel")}))
     else:
         print(f"{arguments.config}: no fault found")
     return 0
+
+
+def _check_layout(config: "ConfigModel", options: list[str]) -> "ParallelDims":
+    """The layout on as many processes as torchrun's `options` ask for: the most nodes, where they leave it open."""
+    from femto.launch import parse_options
+    from femtolib.parallel.mesh import ParallelDims
+
+    if options:
+        refuse_processes(config)
+    settings = parse_options(["--rdzv-endpoint", "anywhere:0", *options], processes_per_node(config))
+    if not hasattr(config, "parallel"):  # each rank has a copy
+        ranks = settings.max_nodes * settings.nproc_per_node
+        return ParallelDims(max(ranks, getattr(config, "processes", 1)), dp_shard=1, cp=1, tp=1)
+    for nodes in range(settings.min_nodes, settings.max_nodes + 1):
+        layout = ParallelDims.of(config.parallel, nodes * settings.nproc_per_node)
+    return layout
 
 
 def _check_preparation(config) -> dict[str, int | None]:
@@ -67,13 +96,16 @@ def _check_preparation(config) -> dict[str, int | None]:
     return {}
 
 
-def _check_training(config, show: int, deep: bool) -> dict[str, int | None]:
+def _check_training(
+    config, layout: "ParallelDims | None", show: int, deep: bool
+) -> dict[str, int | dict[str, int] | None]:
     """Ask what a training recipe asks before its first step, and print the answers; returns the numbers of --json."""
     from dataclasses import asdict
+    from math import ceil
 
     import torch
 
-    from femtolib.checks import check_inputs
+    from femtolib.checks import check_inputs, check_layout
     from femtolib.config import resolved
     from femtolib.data.sampler import StatefulDistributedSampler
     from femtolib.data.token_dataset import TokenDataset
@@ -97,6 +129,9 @@ def _check_training(config, show: int, deep: bool) -> dict[str, int | None]:
         load_weights(model, config.model.path)  # into nothing: names and shapes are compared
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{parameters:,} parameters in {config.param_dtype}, computing in {config.dtype} on {device}")
+    if layout:
+        check_layout(layout, model_config, config.data.seq_len)
+        print(_describe_layout(layout, model, config.data.seq_len))
 
     data = config.data
     datasets = {}
@@ -125,10 +160,14 @@ def _check_training(config, show: int, deep: bool) -> dict[str, int | None]:
         tail=data.tail,
     )
     tokens_per_step = config.global_batch_size * data.seq_len
+    at_once = config.micro_batch_size * (layout.dp if layout else 1)  # rows in one forward pass of all ranks
+    micro_batches = ceil(config.global_batch_size / at_once)
+    empty = micro_batches * at_once - config.global_batch_size
     print(
         f"{sampler.steps:,} steps of {config.global_batch_size} rows, {tokens_per_step:,} tokens, each in "
-        f"{sampler.micro_batches_per_step} micro-batches; {sampler.steps_per_epoch:,} steps an epoch, which leaves out "
-        f"{sampler.rows_dropped} rows"
+        f"{micro_batches} micro-batches{' a rank' if layout else ''}"
+        f"{f' ({empty} rows of the last stay empty)' if empty else ''}; {sampler.steps_per_epoch:,} steps an epoch, "
+        f"which leaves out {sampler.rows_dropped} rows"
     )
     identity = {"data": dataset.digest, "model": asdict(model_config)}
     start = decide_start(
@@ -138,7 +177,42 @@ def _check_training(config, show: int, deep: bool) -> dict[str, int | None]:
         print(f"{config.output_dir}: {'finished' if start.finished else 'goes on'} after step {start.step}")
     if show:
         _show_rows(dataset, sampler, show, document_mask=data.keeps_documents_apart())
-    return {"parameters": parameters, "steps": sampler.steps, "tokens_per_step": tokens_per_step, "parallel": None}
+    parallel = layout and asdict(layout)
+    return {"parameters": parameters, "steps": sampler.steps, "tokens_per_step": tokens_per_step, "parallel": parallel}
+
+
+def _describe_layout(layout: "ParallelDims", model, seq_len: int) -> str:
+    """The sizes, what the largest rank holds, and which rank has what."""
+    from dataclasses import astuple
+    from math import prod
+
+    from femtolib.parallel.context import SequenceCut
+
+    sizes, shards = astuple(layout), layout.dp_shard * layout.cp
+    held = 0
+    for name, parameter in model.named_parameters():
+        # Norms are not cut over tp, of each pair of matrices the second by columns; then all are by rows, rounded up.
+        by_columns = ".o_proj." in name or ".down_proj." in name
+        rows = len(parameter) // (1 if by_columns or "norm" in name else layout.tp)
+        columns = parameter[0].numel() // (layout.tp if by_columns and parameter.ndim > 1 else 1)
+        held += -(-rows // shards) * columns
+    lines = [f"ranks: {layout}; at most {held:,} parameters a rank"]
+    count = prod(sizes)
+    if count > 1:
+        lines.append(f"{'rank':>6}  {'copy':9}  {'shard':9}  {'rows':9}  {'matrices':9}  tokens of a row")
+    for rank in range(count) if count > 1 else []:
+        if count > 16 and 8 <= rank < count - 1:
+            lines += ["     …"] * (rank == 8)
+            continue
+        rest, tp = divmod(rank, layout.tp)
+        rest, cp = divmod(rest, layout.cp)
+        copy, dp_shard = divmod(rest, layout.dp_shard)
+        parts = [(copy, layout.dp_replicate), (dp_shard * layout.cp + cp, shards), (rest, layout.dp), (tp, layout.tp)]
+        shown = "  ".join(f"{f'{part} of {of}':9}" for part, of in parts)
+        chunks = SequenceCut(seq_len, cp, layout.cp).chunks
+        tokens = "all" if layout.cp == 1 else " and ".join(f"{start}–{stop - 1}" for start, stop in chunks)
+        lines.append(f"{rank:6}  {shown}  {tokens}")
+    return "\n".join(lines)
 
 
 def _describe(key: str, dataset) -> str:

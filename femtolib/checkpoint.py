@@ -1,57 +1,208 @@
-"""Training state on disk: written whole or not at all, read without running anything from it.
+"""Training state on disk: written whole or not at all, by any number of ranks, read without running anything from it.
 
 A checkpoint is a folder `step_00000050`: tensors in torch.distributed.checkpoint's format (so that a later run may lay
 them out over any number of devices), all else in `state.json`, and `manifest.json` with the size and digest of every
-file. It is written under a temporary name beside its place, forced to disk and renamed: a folder of that name is
-complete. DCP's own metadata is a pickle, and its stock loader runs what a crafted one says; here the metadata is read
-through an unpickler that knows DCP's classes alone, and nothing but tensors is put in or taken out.
+file. It is written under a temporary name beside its place, forced to disk and renamed when every rank is done: a
+folder of that name is complete. DCP writes; it does not read: its metadata is a pickle, which here is read through an
+unpickler that knows DCP's classes alone, and the tensors' bytes are copied from where they lie, without unpickling.
 """
 
+import atexit
+import collections
+import copy
 import hashlib
 import json
+import math
+import mmap
 import os
 import pickle
 import re
+import shutil
+import struct
+import threading
+import time
 import warnings
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from femtolib.errors import FemtoError, RunFailed
-from femtolib.publish import published, remove, remove_leftovers
+from femtolib.parallel.world import World, local_part
+from femtolib.publish import new_folder_beside, publish, remove, remove_leftovers, sync, writing
 
 FORMAT, VERSION = "femto-checkpoint", 1
-# DCP says so at every save and load of a single process; it is what is meant.
+# DCP says so at every save of a single process; it is what is meant.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 
 
-def save_checkpoint(folder: Path, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> Path:
-    """Write `folder`/step_N, over an older one of that step; raises RunFailed (a full disk) and then leaves nothing."""
-    path = folder / f"step_{step:08d}"
-    with published(path, replace=True) as partial:
+# ── Writing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run, each rank its own shards, of replicas one; keeps the `keep_last` highest steps
+    (None: all). Every rank makes one, in the same order as other groups are made, and calls the same methods.
+
+    A save that fails on any rank leaves no folder, and the same RunFailed is raised on all ranks, at once by a save
+    that waits, else by the next `save` or `close`: `failed` says earlier that it will be, but on each rank in its own
+    time.
+    """
+
+    def __init__(self, folder: Path, *, keep_last: int | None, world: World):
+        self._folder, self._keep_last = folder, keep_last
+        # The same ranks over a group that no other thread uses: two threads' collectives on one group meet each other.
+        self._world = copy.copy(world)
+        self._world.patient = world.new_group()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._finished: collections.deque[dict[str, Any]] = collections.deque()
+
+    def save(self, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any], *, wait: bool) -> None:
+        """Write `folder`/step_N, over an older one of that step, once the save before is done; raises RunFailed.
+
+        `tensors`: plain ones, which are the same on every rank, and DTensors of any layout. `state`: what JSON holds.
+        Without `wait` it returns when this rank's shards are copied to the CPU, and a thread does the rest.
+        """
+        started = time.perf_counter()
+        self.close()
+        parts = {name: local_part(tensor) for name, tensor in tensors.items()}
+        text = json.dumps({"format": FORMAT, "version": VERSION, "step": step} | state, indent=1)
+        if wait:
+            self._write(step, tensors, parts, text)
+            seconds = time.perf_counter() - started
+            self._finished.append({"step": step, "seconds_blocked": seconds, "seconds_total": seconds})
+            return
+
+        parts = {name: part.to("cpu", copy=True) for name, part in parts.items()}
+        blocked = time.perf_counter() - started
+
+        def write(tensors: dict[str, torch.Tensor], parts: dict[str, torch.Tensor]) -> None:
+            try:
+                self._write(step, tensors, parts, text)
+                total = time.perf_counter() - started
+                self._finished.append({"step": step, "seconds_blocked": blocked, "seconds_total": total})
+            except BaseException as error:
+                self._error = error
+
+        # A daemon: a rank that ends with a fault of its own must not wait for ever for ranks that wait for it. But an
+        # interpreter that ends while such a thread is in torch's code aborts, with an exit code of its own.
+        if self._thread is None:
+            atexit.register(self._wait_at_exit)
+        self._thread = threading.Thread(target=write, args=(tensors, parts), name=f"checkpoint {step}", daemon=True)
+        self._thread.start()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save in the background has failed, as far as this rank knows yet."""
+        return self._error is not None
+
+    def finished(self) -> list[dict[str, Any]]:
+        """The saves done since last asked: step, seconds_blocked (training stood still), seconds_total."""
+        return [self._finished.popleft() for _ in range(len(self._finished))]
+
+    def close(self) -> None:
+        """Wait for the save in the background; raises RunFailed if it failed."""
+        if self._thread:
+            self._thread.join()
+        if self._error:
+            raise copy.copy(self._error)  # the error itself would keep the frames that it goes through, and their locks
+
+    def _wait_at_exit(self) -> None:
+        self._thread.join(timeout=30)
+
+    def _write(self, step: int, tensors: dict[str, torch.Tensor], parts: dict[str, torch.Tensor], state: str) -> None:
+        world, path = self._world, self._folder / f"step_{step:08d}"
+
+        def begin() -> Path:
+            with writing(path):
+                return new_folder_beside(path)
+
+        def write_shards() -> dict[str, dict[str, Any]]:
+            try:
+                dcp.save(
+                    tensors,
+                    storage_writer=_Writer(partial, sync_files=False),
+                    planner=_Planner(parts),
+                    process_group=world.patient,
+                    no_dist=world.size == 1,
+                )
+            except CheckpointException as error:  # on every rank; the one whose disk it was has it to say
+                if world.rank in error.failures:
+                    reason = _reason(error.failures[world.rank][0])
+                    raise RunFailed(f"{path}: could not be written: {reason}; nothing was kept of it") from None
+                return {}
+            with writing(path):
+                return _onto_disk(partial.glob(f"__{world.rank}_*"))
+
+        def finish() -> None:
+            with writing(path):
+                (partial / "state.json").write_text(state, encoding="utf-8")
+                files = {name: about for of_rank in written for name, about in of_rank.items()}
+                files |= _onto_disk([partial / ".metadata", partial / "state.json"])
+                _write_json(partial / "manifest.json", {"files": files})
+                sync(partial / "manifest.json")
+                publish(partial, path)
+            try:
+                self._prune()
+            except OSError as error:
+                raise RunFailed(f"{self._folder}: an older checkpoint stays: {error.strerror}") from None
+
+        partial = world.from_first(begin)
         try:
-            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial, sync_files=False), no_dist=True)
-        except CheckpointException as error:
-            raise RunFailed(f"{path}: could not be written: {_reason(error)}; nothing was kept of it") from None
-        _write_json(partial / "state.json", {"format": FORMAT, "version": VERSION, "step": step} | state)
-        files = sorted(partial.iterdir())
-        manifest = {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in files}
-        _write_json(partial / "manifest.json", {"files": manifest})
-    return path
+            written = world.together(write_shards)
+            world.from_first(finish)
+        finally:
+            if world.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+
+    def _prune(self) -> None:
+        """Remove all but the highest steps, and what a cut-off save or removal left."""
+        remove_leftovers(self._folder)
+        if self._keep_last is not None:
+            for path in list_checkpoints(self._folder)[: -self._keep_last]:
+                remove(path)
 
 
-def prune_checkpoints(folder: Path, keep_last: int | None) -> None:
-    """Remove all but the `keep_last` highest steps (None: keep all), and what a cut-off save or removal left."""
-    remove_leftovers(folder)
-    if keep_last is not None:
-        for path in list_checkpoints(folder)[:-keep_last]:
-            remove(path)
+class _Planner(dcp.DefaultSavePlanner):
+    """Plans by the tensors, and takes what is written from `parts`, this rank's part of each, or a copy of it."""
+
+    def __init__(self, parts: dict[str, torch.Tensor]):
+        super().__init__()
+        self._parts = parts
+
+    def lookup_object(self, index: Any) -> torch.Tensor:
+        part = self._parts[index.fqn].contiguous()  # as `_stored` reads it
+        if part.is_cpu and part.numel():  # in a storage of its own size: DCP copies another, and keeps all copies
+            part = torch.frombuffer(part.view(-1).view(torch.uint8).numpy(), dtype=part.dtype).view(part.shape)
+        return part
+
+
+class _Writer(dcp.FileSystemWriter):
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:  # put in words here: between ranks DCP's exceptions lose what caused them
+            raise RunFailed(_reason(error)) from None
+
+
+def _onto_disk(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Force files to disk; their entries in the manifest."""
+    entries = {}
+    for path in paths:
+        sync(path)
+        entries[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    return entries
+
+
+# ── Reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -88,13 +239,14 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def tensor_shapes(path: Path) -> dict[str, torch.Size]:
     """Name → whole shape of every tensor in the checkpoint; raises FemtoError where there is anything but tensors."""
-    return {name: about.size for name, about in _Reader(path).read_metadata().state_dict_metadata.items()}
+    return {name: about.size for name, about in _read_metadata(path).state_dict_metadata.items()}
 
 
 def load_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Fill `tensors` in place, each process reading what its own shards need; raises FemtoError where names or shapes
-    are not exactly those of the checkpoint."""
-    shapes = tensor_shapes(path)
+    """Fill `tensors` (plain, or DTensors of any layout) in place, each process reading what its own shards need; raises
+    FemtoError where names or shapes are not exactly those of the checkpoint."""
+    metadata = _read_metadata(path)
+    shapes = {name: about.size for name, about in metadata.state_dict_metadata.items()}
     faults = [f"{path}: has no tensor {name!r}" for name in tensors if name not in shapes]
     faults += [f"{path}: has {name!r}, which this run lacks" for name in shapes if name not in tensors]
     faults += [
@@ -105,13 +257,66 @@ def load_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     if faults:
         more = [f"{path}: {len(faults)} tensors differ in all"] if len(faults) > 10 else []
         raise FemtoError(*faults[:10], *more)
+    for name, tensor in tensors.items():
+        offsets = (0,) * tensor.ndim
+        if isinstance(tensor, DTensor):
+            [chunk] = tensor.__create_chunk_list__()
+            offsets = chunk.offsets
+        _fill(path, metadata, name, local_part(tensor), offsets)
+
+
+def read_tensors(path: Path, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The whole tensors of these names, one after the other, in the dtype in which they are stored; one is in memory at
+    a time. Raises FemtoError for a name that the checkpoint lacks."""
+    metadata = _read_metadata(path)
+    for name in names:
+        if name not in metadata.state_dict_metadata:
+            raise FemtoError(f"{path}: has no tensor {name!r}")
+        about = metadata.state_dict_metadata[name]
+        whole = torch.empty(about.size, dtype=about.properties.dtype)
+        _fill(path, metadata, name, whole, (0,) * whole.ndim)
+        yield name, whole
+        del whole
+
+
+@torch.no_grad()
+def _fill(path: Path, metadata: Metadata, name: str, piece: torch.Tensor, offsets: Sequence[int]) -> None:
+    """Fill `piece`, which lies at `offsets` in the tensor `name`, from those chunks on disk that overlap it."""
     try:
-        dcp.load(dict(tensors), storage_reader=_Reader(path), planner=_TensorsOnly(), no_dist=True)
-    except CheckpointException as error:
-        raise FemtoError(f"{path}: could not be read: {_reason(error)}") from None
+        about = metadata.state_dict_metadata[name]
+        for chunk in about.chunks:
+            low = [max(mine, theirs) for mine, theirs in zip(offsets, chunk.offsets, strict=True)]
+            high = [
+                min(mine + size, theirs + its_size)
+                for mine, size, theirs, its_size in zip(offsets, piece.shape, chunk.offsets, chunk.sizes, strict=True)
+            ]
+            if all(first < end for first, end in zip(low, high, strict=True)):
+                info = metadata.storage_data[dcp.metadata.MetadataIndex(name, chunk.offsets)]
+                stored = _stored(path / info.relative_path, info, chunk.sizes, about.properties.dtype)
+                here, there = (
+                    tuple(
+                        slice(first - start, end - start) for first, end, start in zip(low, high, starts, strict=True)
+                    )
+                    for starts in (offsets, chunk.offsets)
+                )
+                piece[here].copy_(stored[there])
+    except Exception as error:  # hostile metadata may raise anything where they are looked into
+        raise FemtoError(f"{path}: {name!r} could not be read: {_reason(error)}") from None
 
 
-# ── Reading DCP's format safely ───────────────────────────────────────────────────────────────────────────────────────
+def _stored(file: Path, info: Any, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """The tensor at `info`, mapped from the file, not read: what `torch.save` wrote there is a zip archive whose member
+    `data/0` holds the elements in order, not compressed."""
+    before = info.offset % mmap.ALLOCATIONGRANULARITY
+    with file.open("rb") as opened:
+        mapped = mmap.mmap(opened.fileno(), before + info.length, access=mmap.ACCESS_COPY, offset=info.offset - before)
+    member = zipfile.ZipFile(mapped).getinfo("archive/data/0")  # what stands before an archive is passed over
+    elements = math.prod(sizes)
+    if member.compress_type != zipfile.ZIP_STORED or member.file_size != elements * dtype.itemsize:
+        raise ValueError(f"{file.name} does not hold its elements")
+    name_length, extra_length = struct.unpack_from("<HH", mapped, member.header_offset + 26)
+    start = member.header_offset + 30 + name_length + extra_length
+    return torch.frombuffer(mapped, dtype=dtype, count=elements, offset=start).view(sizes)
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -150,28 +355,26 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-class _Reader(dcp.FileSystemReader):
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path) / ".metadata"
-        try:
-            with path.open("rb") as file:
-                metadata = _MetadataUnpickler(file).load()
-            if not isinstance(metadata, Metadata):
-                raise ValueError(f"holds a {type(metadata).__name__}, not a checkpoint's metadata")
-            for name, about in metadata.state_dict_metadata.items():
-                if not isinstance(about, TensorStorageMetadata) or not isinstance(about.size, torch.Size):
-                    raise ValueError(f"holds {name!r}, which is no tensor")
-            for info in metadata.storage_data.values():
-                _stay_inside(Path(self.path), info.relative_path)
-        except Exception as error:  # a hostile pickle may raise anything, here or where it is looked into
-            raise FemtoError(f"{path}: refused: {_reason(error)}") from None
-        metadata.storage_meta = StorageMeta(load_id=self.load_id)
-        return metadata
-
-
-class _TensorsOnly(dcp.DefaultLoadPlanner):
-    def load_bytes(self, read_item: Any, value: Any) -> None:
-        raise FemtoError(f"checkpoint entry {read_item.dest_index.fqn!r} is no tensor: refused")
+def _read_metadata(path: Path) -> Metadata:
+    """DCP's account of the tensors and of where their chunks lie; raises FemtoError for anything else."""
+    file = path / ".metadata"
+    try:
+        with file.open("rb") as opened:
+            metadata = _MetadataUnpickler(opened).load()
+        if not isinstance(metadata, Metadata):
+            raise ValueError(f"holds a {type(metadata).__name__}, not a checkpoint's metadata")
+        for name, about in metadata.state_dict_metadata.items():
+            if not isinstance(about, TensorStorageMetadata) or not isinstance(about.size, torch.Size):
+                raise ValueError(f"holds {name!r}, which is no tensor")
+            if sum(math.prod(chunk.sizes) for chunk in about.chunks) != math.prod(about.size):
+                raise ValueError(f"holds {name!r} in part, or twice")
+        for info in metadata.storage_data.values():
+            _stay_inside(path, info.relative_path)
+            if info.transform_descriptors:
+                raise ValueError(f"wants {info.transform_descriptors!r}, which no checkpoint of femto does")
+    except Exception as error:  # a hostile pickle may raise anything, here or where it is looked into
+        raise FemtoError(f"{file}: refused: {_reason(error)}") from None
+    return metadata
 
 
 # ── Files ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -224,11 +427,10 @@ def _sha256(path: Path) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """The operating system's word inside what DCP wraps around it."""
-    inner = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-    cause: BaseException | None = inner
+    """The operating system's word inside what torch wraps around it."""
+    cause: BaseException | None = error
     while cause is not None:  # torch's archive writer raises anew while it closes, with the true cause as its context
         if isinstance(cause, OSError) and cause.errno is not None:
             return os.strerror(cause.errno)
         cause = cause.__cause__ or cause.__context__
-    return str(inner).splitlines()[0] if str(inner) else type(inner).__name__
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -12,7 +12,15 @@ from femtolib.data.token_files import is_token_directory, read_index
 from femtolib.data.tokenizer import load_tokenizer
 from femtolib.errors import FemtoError
 from femtolib.model_config import ModelConfig, read_model_config
+from femtolib.parallel.mesh import ParallelDims
 from femtolib.sections import DataSection, ModelSection
+
+
+def configured_model(model: ModelSection) -> ModelConfig:
+    """The model that a config names or describes; FemtoError with every fault."""
+    if model.path is not None:
+        return read_model_config(model.path)
+    return ModelConfig.from_dict(model.inline_keys(), "model", inline=True)
 
 
 def check_inputs(model: ModelSection, data: DataSection, tokenizer: str | None) -> ModelConfig:
@@ -23,10 +31,7 @@ def check_inputs(model: ModelSection, data: DataSection, tokenizer: str | None) 
     faults: list[str] = []
     model_config = None
     try:
-        if model.path is not None:
-            model_config = read_model_config(model.path)
-        else:
-            model_config = ModelConfig.from_dict(model.inline_keys(), "model", inline=True)
+        model_config = configured_model(model)
     except FemtoError as error:
         faults += error.faults
     indexes, raw = [], []
@@ -88,3 +93,19 @@ def check_inputs(model: ModelSection, data: DataSection, tokenizer: str | None) 
         bos_token_id=vocabulary.bos_id if model_config.bos_token_id is None else model_config.bos_token_id,
         eos_token_id=vocabulary.eos_id if model_config.eos_token_id is None else model_config.eos_token_id,
     )
+
+
+def check_layout(dims: ParallelDims, model: ModelConfig, seq_len: int) -> None:
+    """FemtoError, with every fault, where what the ranks share does not divide by their number."""
+    shared_by_tp = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+    faults = [
+        f"parallel.tp: {dims.tp} does not divide the model's {key}, {getattr(model, key)}"
+        for key in shared_by_tp
+        if getattr(model, key) % dims.tp
+    ]
+    chunks = (2 * dims.cp if dims.cp > 1 else 1) * dims.tp
+    if seq_len % chunks:
+        product = f"parallel.tp {dims.tp}" if dims.cp == 1 else f"2 · parallel.cp {dims.cp} · parallel.tp {dims.tp}"
+        faults.append(f"data.seq_len: {seq_len} is not a multiple of {product}{f' = {chunks}' if dims.cp > 1 else ''}")
+    if faults:
+        raise FemtoError(*faults)

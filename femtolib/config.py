@@ -160,6 +160,14 @@ def load_config(model: type[ConfigType], path: Path, overrides: typing.Sequence[
     return config
 
 
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` as `{"a.b": 1}`: keys as a person writes them on the command line."""
+    flat = {}
+    for key, value in config.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
 def dump_config(config: ConfigModel, command: str) -> str:
     """The resolved config as YAML that `load_config` reads back to the same values, below `command` and RESOLVED."""
     text = yaml.dump(resolved(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
@@ -176,7 +184,7 @@ def describe_keys(model: type[ConfigModel]) -> str:
     """Every key of a recipe's config with its type, default and meaning: the text of `femto run RECIPE --help`."""
     rows = [(key, _type_name(info.annotation, info.metadata), _default_text(info), info.description or "")
             for key, info in _leaves(model)]  # fmt: skip
-    widths = [max(len(row[i]) for row in rows) for i in range(2)]
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
     return "\n".join(
         f"  {key:<{widths[0]}}  {kind:<{widths[1]}}  {description}{' ' if description else ''}[{default}]"
         for key, kind, default, description in rows

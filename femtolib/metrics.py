@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from femtolib.errors import FemtoError, RunFailed
+from femtolib.parallel.world import local_part
 from femtolib.sections import LogSection
 
 LEDGER_START = "0" * 16
@@ -28,11 +29,11 @@ def next_ledger(previous: str, step: int, batch_digest: str) -> str:
 
 
 def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """First 16 hex digits of sha256 over names and bytes, in the order given."""
+    """First 16 hex digits of sha256 over names and bytes, in the order given; of sharded tensors, this rank's part."""
     digest = hashlib.sha256()
     for name, tensor in tensors:
         digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        digest.update(local_part(tensor).detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
     return digest.hexdigest()[:16]
 
 
@@ -40,19 +41,23 @@ class JsonLines:
     """A file of one JSON object a line, each with the step it belongs to, that a resume cuts back.
 
     `resumed_from` is the step whose checkpoint is continued: lines past it, and a torn last one, are removed. None is a
-    run from its start, which replaces what an earlier run without a checkpoint left.
+    run from its start, which replaces what an earlier run without a checkpoint left. `muted`: touch no file, for the
+    ranks that leave the writing to another.
     """
 
-    def __init__(self, path: Path, resumed_from: int | None):
+    def __init__(self, path: Path, resumed_from: int | None, *, muted: bool = False):
+        if muted:
+            path, resumed_from = Path(os.devnull), None
         kept = 0
         if resumed_from is not None:
             for line, record in _read_lines(path):
                 if _step_of(record) > resumed_from:
                     break
                 kept += len(line)
-        self._path = path
+        self._path, self._muted = path, muted
         self._file = path.open("a", encoding="utf-8")
-        self._file.truncate(kept)
+        if not muted:
+            self._file.truncate(kept)
 
     def write(self, **record: Any) -> None:
         """Add a line and hand it to the system; raises RunFailed where that fails (a full disk)."""
@@ -65,10 +70,22 @@ class JsonLines:
 
     def sync(self) -> None:
         """Onto the disk: a checkpoint that is published must find its lines there, even after a power cut."""
-        os.fsync(self._file.fileno())
+        if not self._muted:
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
+
+
+def open_samples(output_dir: Path, step: int, *, rank: int = 0, world_size: int = 1) -> JsonLines:
+    """The file that takes down which rows this rank used. What ranks wrote that a smaller run no longer has, is cut
+    back to `step` by rank 0, as the others cut their own."""
+    if rank == 0:
+        for path in output_dir.glob("samples-rank*.jsonl"):
+            number = path.stem.removeprefix("samples-rank")
+            if number.isdigit() and int(number) >= world_size:
+                JsonLines(path, step).close()
+    return JsonLines(output_dir / f"samples-rank{rank}.jsonl", step)
 
 
 def verify_ledger(path: Path, step: int, ledger: str) -> None:
@@ -103,6 +120,12 @@ def last_event(path: Path) -> dict[str, Any]:
     return next((record for _, record in reversed(_read_lines(path))), {})
 
 
+def began_at(path: Path) -> int | None:
+    """The step of the checkpoint with which the run of metrics.jsonl began; None: with none, or there is no run."""
+    starts = (record["resumed_from"] for _, record in _read_lines(path) if record.get("event") == "start")
+    return next(starts, None)
+
+
 def was_logged(path: Path, event: str, step: int | None = None) -> bool:
     """Whether metrics.jsonl has a line of this event, at this step if one is given."""
     steps = [record["step"] for _, record in _read_lines(path) if record.get("event") == event]
@@ -135,10 +158,15 @@ def _step_of(record: dict[str, Any]) -> int:
 
 
 class Trackers:
-    """TensorBoard and Weights & Biases, as `section` asks for them; both read their keys from the environment."""
+    """TensorBoard and Weights & Biases, as `section` asks for them; both read their keys from the environment. `muted`:
+    neither, for the ranks that leave it to another."""
 
-    def __init__(self, section: LogSection, output_dir: Path, config: dict[str, Any], step: int):
+    def __init__(
+        self, section: LogSection, output_dir: Path, config: dict[str, Any], step: int, *, muted: bool = False
+    ):
         self._tensorboard = self._wandb = None
+        if muted:
+            return
         if section.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 

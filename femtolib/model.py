@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from femtolib.attention import Attend, causal_attention
 from femtolib.model_config import ModelConfig
 
 
@@ -25,12 +26,18 @@ class Decoder(nn.Module):
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()
 
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        attend: Attend = causal_attention,
+    ) -> torch.Tensor:
         """Logits [batch, sequence, vocabulary] in the compute dtype, of `input_ids` [batch, sequence].
 
-        `position_ids` [batch, sequence] turn the rotary embeddings; without them a row counts from 0.
+        `position_ids` [batch, sequence] turn the rotary embeddings; without them a row counts from 0. `attend` says
+        which positions see which (attention.py).
         """
-        return self.lm_head(self.model(input_ids, position_ids, self.dtype))
+        return self.lm_head(self.model(input_ids, position_ids, attend, self.dtype))
 
     def tie_weights(self) -> None:
         """Where the config ties them, make head and embedding one parameter: again after `to_empty` has parted them."""
@@ -48,13 +55,15 @@ class Layers(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor | None, attend: Attend, dtype: torch.dtype
+    ) -> torch.Tensor:
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]  # [1, sequence]
         cos, sin = rotary_tables(self.config, position_ids, dtype)
         x = self.embed_tokens(input_ids).to(dtype)  # [batch, sequence, hidden]
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, attend)
         return self.norm(x)
 
 
@@ -66,13 +75,13 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = FeedForward(config)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Attention(nn.Module):
-    """Causal attention in which several query heads may share one key and value head (arXiv 2305.13245)."""
+    """Attention in which several query heads may share one key and value head (arXiv 2305.13245)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -83,7 +92,7 @@ class Attention(nn.Module):
         self.v_proj = Linear(config.hidden_size, keys, config.attention_bias)
         self.o_proj = Linear(queries, config.hidden_size, config.attention_bias)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
         # The number of heads is read off the projections' output: under tensor parallelism a rank has some of them.
         q, k, v = (
             project(x).unflatten(-1, (-1, self.head_dim))  # [batch, sequence, heads, head_dim]
@@ -91,9 +100,7 @@ class Attention(nn.Module):
         )
         # Turned before the heads move forward, while memory is in order: saves 3 % of attention's CPU time.
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        mixed = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
-        )
+        mixed = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 

@@ -1,10 +1,15 @@
-"""Optimizers as femto means them: weight decay decoupled and on matrices alone, state addressed by parameter name."""
+"""Optimizers as femto means them: weight decay decoupled and on matrices alone, state addressed by parameter name; and
+mixed precision with master weights, in which what is optimized and what is computed with are two copies."""
 
+import copy
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from femtolib.parallel.world import local_part
 from femtolib.sections import OptimizerSection
 
 
@@ -43,16 +48,22 @@ def build_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        if isinstance(group["lr"], torch.Tensor):  # a compiled update has its address
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
 
 
 def clip_gradients(model: nn.Module, max_norm: float | None) -> float:
-    """The global gradient norm before clipping; where it is finite and above `max_norm`, gradients are scaled to that.
+    """The global gradient norm, over all ranks, before clipping; where it is finite and above `max_norm`, gradients are
+    scaled to that.
 
     A norm that is not finite is returned as it is and changes nothing, so that the caller can stop before the update.
     """
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norm = nn.utils.get_total_norm(gradients)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
     if max_norm is not None and math.isfinite(norm):
         nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
     return float(norm)
@@ -61,14 +72,20 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> float:
 def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """All that training changes, by name: `model.NAME` for each parameter, `optimizer.NAME.KEY` for its state.
 
-    The optimizer's part is empty before the first update.
+    The optimizer's part is empty before the first update. A parameter's state comes by key: the order in which it came
+    about is another one after a resume.
     """
     tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
+        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
             if isinstance(value, torch.Tensor):
                 tensors[f"optimizer.{name}.{key}"] = value
     return tensors
+
+
+def all_finite(tensors: dict[str, torch.Tensor]) -> bool:
+    """Whether no element is infinite or NaN; of sharded tensors, in this rank's shards."""
+    return all(bool(local_part(tensor).isfinite().all()) for tensor in tensors.values())
 
 
 def make_room_for_state(model: nn.Module, optimizer: torch.optim.Optimizer, shapes: dict[str, torch.Size]) -> None:
@@ -83,3 +100,55 @@ def make_room_for_state(model: nn.Module, optimizer: torch.optim.Optimizer, shap
             shape = shapes[full_name]
             like = parameter if shape == parameter.shape else torch.zeros(shape, device=parameter.device)
             optimizer.state[parameter][full_name.removeprefix(prefix)] = torch.zeros_like(like, requires_grad=False)
+
+
+# ── Master weights (Micikevicius et al. 2018, arXiv:1710.03740) ───────────────────────────────────────────────────────
+# `masters` is what is optimized and saved, `replica` a copy of it to compute with. Where the two are one, there is
+# nothing to hand over or to copy.
+
+
+def compute_copy(masters: nn.Module, dtype: torch.dtype, accumulation_dtype: torch.dtype) -> nn.Module:
+    """A copy of `masters` in `dtype`, tied where they are, whose gradients add up in `accumulation_dtype`."""
+    copies = {}
+    for parameter in masters.parameters():
+        copies[id(parameter)] = nn.Parameter(
+            parameter.detach().to(dtype, copy=True), requires_grad=parameter.requires_grad
+        )
+        copies[id(parameter)].grad_dtype = accumulation_dtype
+    return copy.deepcopy(masters, copies)
+
+
+def hand_over_gradients(replica: nn.Module, masters: nn.Module, *, divide_by: float = 1.0) -> None:
+    """Move the gradients of `replica` to `masters`, in their dtype, divided by what the loss was multiplied by."""
+    if replica is masters:
+        return
+    for ours, theirs in zip(replica.parameters(), masters.parameters(), strict=True):
+        if ours.grad is not None:
+            theirs.grad, ours.grad = ours.grad.to(theirs.dtype), None
+            if divide_by != 1:
+                theirs.grad /= divide_by
+
+
+def copy_weights(masters: nn.Module, replica: nn.Module) -> None:
+    """Give `replica` the weights of `masters`, rounded to its own dtype."""
+    if replica is not masters:
+        with torch.no_grad():
+            torch._foreach_copy_([*replica.parameters()], [*masters.parameters()])
+
+
+@dataclass
+class LossScale:
+    """What the loss is multiplied by, so that small gradients do not vanish in float16: halved at each step whose
+    gradients overflow, which is then `skipped`, doubled after 2,000 in a row that do not (as torch.amp.GradScaler)."""
+
+    value: float = 2.0**16
+    fitting: int = 0  # steps in a row
+    skipped: int = 0  # steps in all
+
+    def update(self, overflowed: bool) -> None:
+        if overflowed:
+            self.value, self.fitting, self.skipped = self.value / 2, 0, self.skipped + 1
+            return
+        self.fitting += 1
+        if self.fitting == 2000:
+            self.value, self.fitting = self.value * 2, 0

@@ -6,7 +6,9 @@ anything else is refused, because a resumed run claims to be the run that it con
 
 import fcntl
 import os
+import secrets
 import shlex
+import socket
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -14,11 +16,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from femtolib.checkpoint import list_checkpoints, read_state
-from femtolib.config import RESOLVED, ConfigModel, dump_config, show
+from femtolib.config import RESOLVED, ConfigModel, dump_config, flatten, show
 from femtolib.data.token_files import is_token_directory
 from femtolib.errors import FemtoError
-from femtolib.metrics import last_event, was_logged
-from femtolib.publish import is_empty
+from femtolib.metrics import began_at, last_event, was_logged
+from femtolib.publish import is_empty, remove_leftovers
 
 # May differ from the saved run: the layout, the machine, what is written and shown, and how long to train. The data are
 # compared by digest and the model by its config.json, wherever they lie now.
@@ -27,11 +29,16 @@ _FREE = (
     *("process_group_timeout", "processes", "activation_checkpointing", "activation_offloading"),
     *("optimizer_in_backward", "loss", "compile", "log", "profile", "checkpoint", "export"),
     *("validate_every", "validation_max_rows", "data.num_workers", "data.prefetch", "data.validation"),
+    *("gradient_sync.bucket_mb", "gradient_sync.overlap"),
+    *("gradient_sync.find_unused_parameters", "gradient_sync.static_graph"),
     *("max_steps", "epochs", "model", "tokenizer", "data.train"),
     *("data.text_key", "data.text_documents", "data.on_bad_document"),
 )
 # Never changed, not even by resume=must: the order of the rows, or what the saved state is the state of.
 _FIXED = ("seed", "data", "global_batch_size", "param_dtype", "optimizer.name")
+# What some recipes alone have, and how the others train: there a key counts as this. Of other keys that one recipe has
+# and another has not, nothing is known.
+_WITHOUT = {"max_grad_value": None, "gradient_sync.communication_dtype": None, "accumulate_in": "float32"}
 
 
 @dataclass
@@ -42,6 +49,10 @@ class Start:
     state: dict[str, Any] | None = None
     finished: bool = False
     lock: IO[bytes] | None = None
+    mark: str = ""  # what the lock's file says as long as this run has it
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"lock": None}  # what other ranks are sent: the lock stays with the process that took it
 
     @property
     def step(self) -> int:
@@ -86,12 +97,25 @@ def check_output(output_dir: Path, *, data: Iterable[str], sources: Iterable[Pat
 
 
 def claim_output(
-    output_dir: Path, resume: str | Path, *, config: dict[str, Any], identity: dict[str, Any], steps: int
+    output_dir: Path,
+    resume: str | Path,
+    *,
+    config: dict[str, Any],
+    identity: dict[str, Any],
+    steps: int,
+    restarted: bool = False,
 ) -> Start:
     """Take `output_dir` for this process until `start.lock` is closed, and `decide_start`; raises FemtoError where it
-    may not be written or another run has it. A folder made for a run that is then refused is removed again."""
+    may not be written or another run has it. A folder made for a run that is then refused is removed again.
+
+    `restarted`: by a launcher, after this same run failed. Then `resume` speaks of its first start: it goes on with
+    what it has saved itself, if anything.
+    """
     made = not os.path.exists(output_dir)  # Path.exists raises where the name is too long
     lock = _lock(output_dir)
+    remove_leftovers(output_dir / "checkpoints")  # puts back a checkpoint that a killed save had set aside
+    if restarted and (resume == "never" or (isinstance(resume, Path) and list_checkpoints(output_dir / "checkpoints"))):
+        resume = "auto"
     try:
         start = decide_start(output_dir, resume, config=config, identity=identity, steps=steps)
     except FemtoError:
@@ -99,7 +123,32 @@ def claim_output(
             (output_dir / ".lock").unlink()
             output_dir.rmdir()
         raise
-    return replace(start, lock=lock)
+    mark = secrets.token_hex(8)
+    lock.write(mark.encode())
+    lock.flush()
+    return replace(start, lock=lock, mark=mark)
+
+
+def check_shared(output_dir: Path, start: Start, seconds: float = 10) -> None:
+    """Check that `output_dir` is the folder that rank 0 claimed, on storage that this rank can read and write.
+
+    Network file systems may show another machine's writes late: tried for `seconds`. Raises FemtoError.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            found = (output_dir / ".lock").read_text()
+            if found == start.mark and os.access(output_dir, os.W_OK | os.X_OK):
+                return
+            reason = "this rank may not write it" if found == start.mark else "this rank sees another folder there"
+        except OSError as error:
+            reason = f"this rank cannot read it ({error.strerror})"
+        if time.monotonic() > deadline:
+            raise FemtoError(
+                f"output_dir: {output_dir}: {reason}, on {socket.gethostname()}; it must lie on storage that all nodes "
+                "share"
+            )
+        time.sleep(0.2)
 
 
 def decide_start(
@@ -127,6 +176,11 @@ def decide_start(
                 f"output_dir: {output_dir} holds a run whose checkpoints are gone; a new one would replace its metrics "
                 "and model: choose a new output_dir, or remove this one"
             )
+        if resume == "auto" and (first := began_at(output_dir / "metrics.jsonl")) is not None:
+            raise FemtoError(
+                f"output_dir: {output_dir} holds a run that began with a checkpoint of step {first} and ended before "
+                "its first save: name that checkpoint again (resume=PATH), or choose a new output_dir"
+            )
         return Start()
     if (checkpoint / "checkpoints").is_dir():
         raise FemtoError(
@@ -151,7 +205,8 @@ def decide_start(
 def write_config(config: ConfigModel, recipe: str) -> str:
     """Write the resolved config to its output_dir; returns the command that continues the run from there."""
     path = config.output_dir / "config.yaml"
-    command = shlex.join(["femto", "run", recipe, "--config", str(path)])
+    options = shlex.split(os.environ.get("FEMTO_OPTIONS", ""))  # torchrun's, which `femto run` was given
+    command = shlex.join(["femto", "run", *options, recipe, "--config", str(path)])
     again = config.model_copy(update={"resume": "auto"})  # `never`, or a checkpoint's path, is said once
     temporary = path.with_name(".config.yaml")
     temporary.write_text(dump_config(again, command), encoding="utf-8")
@@ -185,7 +240,7 @@ def _check_same_run(
     for name, value in identity.items():
         if (saved := state.get(name)) != value:
             faults += [f"resume: {line}; choose a new output_dir" for line in _differences(name, saved, value)]
-    saved, current = _flatten(state["config"]), _flatten(config)
+    saved, current = _WITHOUT | flatten(state["config"]), _WITHOUT | flatten(config)
     for key in [key for key in saved if key in current and saved[key] != current[key] and not _is_in(key, _FREE)]:
         change = f"{key} was {show(saved[key])} and is now {show(current[key])}"
         if _is_in(key, _FIXED):
@@ -209,13 +264,6 @@ def _differences(name: str, saved: Any, current: Any) -> list[str]:
         return [f"{name} was {show(saved)} and is now {show(current)}"]
     keys = [key for key in {**saved, **current} if saved.get(key) != current.get(key)]
     return [f"{name}.{key} was {show(saved.get(key))} and is now {show(current.get(key))}" for key in keys]
-
-
-def _flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for key, value in config.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _is_in(key: str, names: tuple[str, ...]) -> bool:

@@ -5,6 +5,8 @@ when the same directory is next made. Token directories, checkpoints and models 
 import contextlib
 import fcntl
 import os
+import re
+import secrets
 import shutil
 import signal
 import sys
@@ -25,7 +27,7 @@ def locked(directory: Path, *, wait: bool) -> Iterator[None]:
     try:
         if directory.is_mount() or directory == Path.cwd():  # neither can give its place to a folder made beside it
             what = "a mount point" if directory.is_mount() else "the current folder"
-            raise FemtoError(f"output_dir: {directory} is {what}: name a new folder in it")
+            raise FemtoError(f"{directory} is {what}: name a new folder in it")
         while True:  # from the start each time: who had the lock and failed took away what it had made
             made = [parent for parent in path.parents if not parent.exists()]
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,7 +36,7 @@ def locked(directory: Path, *, wait: bool) -> Iterator[None]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if not wait:
-                    raise FemtoError(f"output_dir: {directory} is being made by another process") from None
+                    raise FemtoError(f"{directory} is being made by another process") from None
                 print(f"waiting for another process that makes {directory}", file=sys.stderr)
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if os.fstat(lock.fileno()).st_nlink:  # else its owner removed it when done, and it keeps nobody out
@@ -59,49 +61,98 @@ def published(directory: Path, *, replace: bool = False) -> Iterator[Path]:
     Raises RunFailed where writing fails (a full disk); the older directory is then as it was.
     """
     directory = directory.resolve()
-    partial = _beside(directory, "partial")
-    try:
+    with writing(directory):
         if directory.exists() and not replace and not is_empty(directory):
-            raise FemtoError(f"output_dir: {directory} exists already: remove it, or choose another")
-        shutil.rmtree(partial, ignore_errors=True)  # what a killed process left
-        partial.mkdir(parents=True)
+            raise FemtoError(f"{directory} exists already: remove it, or choose another")
         with _terminable():
-            yield partial
-            mode = 0o666 & ~_umask(partial)
-            for file in [path for path in partial.rglob("*") if path.is_file()]:
-                file.chmod(mode)  # safetensors makes files that their owner alone may read
-                _sync(file)
-            _sync(partial)
-            replaced = _beside(directory, "replaced")
-            shutil.rmtree(replaced, ignore_errors=True)
-            if directory.exists():
-                directory.rename(replaced)
-            partial.rename(directory)
-            _sync(directory.parent)
-            shutil.rmtree(replaced, ignore_errors=True)
+            partial = new_folder_beside(directory)
+            try:
+                yield partial
+                mode = 0o666 & ~_umask(partial)
+                for file in [path for path in partial.rglob("*") if path.is_file()]:
+                    file.chmod(mode)  # safetensors makes files that their owner alone may read
+                    sync(file)
+                publish(partial, directory)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+
+
+# ── The steps of it, for directories that several processes write together ────────────────────────────────────────────
+
+
+@contextlib.contextmanager
+def writing(directory: Path) -> Iterator[None]:
+    """What the operating system or safetensors says against the writing of `directory`, as a RunFailed."""
+    try:
+        yield
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise RunFailed(f"{directory}: could not be written: {reason}; nothing was kept of it") from None
+
+
+def new_folder_beside(directory: Path) -> Path:
+    """An empty folder in which `directory` is to be made; what a killed process left of the same goes.
+
+    No two have the same name: a process that outlived its run cannot write into the next one's.
+    """
+    for leftover in directory.parent.glob(".*.partial"):
+        if re.fullmatch(rf"\.{re.escape(directory.name)}\.[0-9a-f]{{8}}\.partial", leftover.name):
+            shutil.rmtree(leftover, ignore_errors=True)
+    partial = _beside(directory, f"{secrets.token_hex(4)}.partial")
+    partial.mkdir(parents=True)
+    return partial
+
+
+def sync(path: Path) -> None:
+    """Waits until the file is on the disk, so that the rename after it never publishes what a power cut would lose."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        os.close(descriptor)
 
 
-def is_empty(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
+def publish(partial: Path, directory: Path) -> None:
+    """Give `partial`, whose files are on the disk, the name `directory`; what had it goes after that.
+
+    A kill between the two renames leaves the older one aside, whole, for `remove_leftovers` to put back.
+    """
+    sync(partial)
+    aside = _beside(directory, "replaced")
+    if directory.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        directory.rename(aside)
+    try:
+        partial.rename(directory)
+    except BaseException:
+        if aside.exists() and not directory.exists():
+            aside.rename(directory)
+        raise
+    sync(directory.parent)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def remove(directory: Path) -> None:
     """First out of sight in one step, then gone: what bears its name is never half a directory."""
-    aside = _beside(directory, "replaced")
+    aside = _beside(directory, "removed")
     shutil.rmtree(aside, ignore_errors=True)
     directory.rename(aside)
     shutil.rmtree(aside)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes left in `folder` of directories that were being published or removed."""
-    for leftover in [*folder.glob(".*.partial"), *folder.glob(".*.replaced")]:
+    """Remove what killed processes left in `folder` of directories that were being published or removed; put back one
+    that had made way for another which never came."""
+    for aside in folder.glob(".*.replaced"):
+        directory = folder / aside.name.removeprefix(".").removesuffix(".replaced")
+        if not directory.exists():
+            aside.rename(directory)
+    for leftover in [path for what in ("partial", "replaced", "removed") for path in folder.glob(f".*.{what}")]:
         shutil.rmtree(leftover, ignore_errors=True)
+
+
+def is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
 
 
 def _beside(directory: Path, what: str) -> Path:
@@ -133,12 +184,3 @@ def _terminable() -> Iterator[None]:
     finally:
         if ours:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _sync(path: Path) -> None:
-    """Waits until the file is on the disk, so that the rename after it never publishes what a power cut would lose."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

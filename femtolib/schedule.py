@@ -27,3 +27,13 @@ def learning_rate(
     progress = (update - decay_start) / max(1, total - decay_start)
     height = (1 + math.cos(math.pi * progress)) / 2 if name == "cosine" else 1 - progress
     return lr * (min_lr_ratio + (1 - min_lr_ratio) * height)
+
+
+def scale_learning_rate(lr: float, batch_size: int, reference: int | None) -> float:
+    """The learning rate for `batch_size` rows a step, of one found for `reference` rows (None: it is for these).
+
+    The linear scaling rule: k times the rows, k times the rate (Goyal et al. 2017, arXiv:1706.02677, section 2.1). It
+    was found for SGD and wants a warmup; for Adam the square root of k is often proposed instead (Malladi et al. 2022,
+    arXiv:2205.10287).
+    """
+    return lr if reference is None else lr * batch_size / reference

@@ -41,6 +41,12 @@ def _no_float16(value: Any) -> Any:
     return value
 
 
+def _only_of_a_copy(value: str, info: ValidationInfo) -> str:
+    if value == "dtype" and info.data.get("dtype", "bfloat16") not in ("bfloat16", "float16"):
+        raise ValueError(f"has no effect with dtype: {info.data['dtype']}")
+    return value
+
+
 def _fits_dtype(value: str, info: ValidationInfo) -> str:
     wanted = "float64" if info.data.get("dtype") == "float64" else "float32"
     if "dtype" in info.data and value != wanted:
@@ -71,6 +77,10 @@ Threads = Annotated[
     Field(description="CPU threads of a process (null: torch's choice)"),
 ]
 Deterministic = Annotated[bool, Field(description="only deterministic kernels; on a GPU needed for bit-equal resume")]
+ProcessGroupTimeout = Annotated[
+    Annotated[PositiveInteger, Field(le=31_536_000)],  # a year: torch counts milliseconds, and not to much more
+    Field(description="seconds that a rank waits for another one before the run fails"),
+]
 Resume = Annotated[
     ResumeFrom, Field(description="auto continues a run found in output_dir; never; must; or the path of a checkpoint")
 ]
@@ -78,6 +88,15 @@ ComputeDtype = Annotated[
     Literal["float32", "bfloat16", "float64"],
     BeforeValidator(_no_float16),
     Field(description="what the model computes in"),
+]
+ComputeDtypeOrFloat16 = Annotated[
+    Literal["float32", "bfloat16", "float16", "float64"],
+    Field(description="what the model computes in (float16 with a loss scale)"),
+]
+AccumulateIn = Annotated[
+    Literal["float32", "dtype"],
+    AfterValidator(_only_of_a_copy),
+    Field(description="gradients over micro-batches add up in float32, or as `dtype` says, where that is smaller"),
 ]
 ParamDtype = Annotated[
     Literal["float32", "float64"],
@@ -97,6 +116,13 @@ Epochs = Annotated[
     Field(description="passes over the data (this or max_steps)"),
 ]
 MaxGradNorm = Annotated[float | None, Field(gt=0, description="clip the global gradient norm to this (null: do not)")]
+MaxGradValue = Annotated[
+    float | None, Field(gt=0, description="after that, clip each element of the gradient to this (null: do not)")
+]
+Processes = Annotated[
+    PositiveInteger,
+    Field(le=1024, description="ranks that the recipe starts itself on this machine, where no launcher does"),
+]
 ValidateEvery = Annotated[
     PositiveInteger | None,
     AfterValidator(_needs_validation_data),
@@ -174,13 +200,6 @@ class DataSection(ConfigModel):
             raise ValueError("not built yet; use stream or padded")
         return value
 
-    @field_validator("document_mask")
-    @classmethod
-    def _mask_built(cls, value: bool | None, info: ValidationInfo) -> bool | None:
-        if value and info.data.get("rows") == "stream":
-            raise ValueError("not built yet for rows: stream; leave it at null")
-        return value
-
     def keeps_documents_apart(self) -> bool:
         return self.rows != "stream" if self.document_mask is None else self.document_mask
 
@@ -193,6 +212,10 @@ class OptimizerSection(ConfigModel):
         "adamw", description="in both, weight decay is decoupled and skips 1-D weights"
     )
     lr: float = Field(3e-4, gt=0, lt=1e6, description="the highest learning rate of the schedule")
+    lr_reference_batch_size: Annotated[
+        PositiveInteger | None,
+        Field(description="global_batch_size that lr was found for; others scale it in proportion (null: do not)"),
+    ] = None
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
         [0.9, 0.95], min_length=2, max_length=2, description="adamw: decay of the two moments"
     )
@@ -230,14 +253,49 @@ class ScheduleSection(ConfigModel):
         return value
 
 
+class ParallelSection(ConfigModel):
+    """How many ranks share what; the product of the four sizes is the number of processes."""
+
+    dp_replicate: PositiveInteger = Field(1, description="copies of the model, each over dp_shard ranks")
+    dp_shard: Integer = Field(-1, description="ranks over which a copy's parameters lie (-1: all that are left)")
+    cp: PositiveInteger = Field(1, description="ranks that share a row's tokens (context parallelism)")
+    tp: PositiveInteger = Field(1, description="ranks that share each matrix (tensor parallelism)")
+    defer_gradient_reduction: bool = Field(
+        False, description="reduce gradients once a step instead of after each micro-batch: faster, takes more memory"
+    )
+
+    @field_validator("dp_shard")
+    @classmethod
+    def _all_or_some(cls, value: int) -> int:
+        if value != -1 and value < 1:
+            raise ValueError("should be -1 (all ranks that are left) or at least 1")
+        return value
+
+
+class GradientSyncSection(ConfigModel):
+    """How gradients are added over the ranks; all but communication_dtype gives the same sums."""
+
+    bucket_mb: float = Field(25, ge=0, lt=1e6, description="MiB sent together (0: each alone, as 4 MiB are anyway)")
+    overlap: bool = Field(True, description="add gradients while the backward pass goes on, not after it")
+    communication_dtype: Literal["float32", "bfloat16"] | None = Field(
+        None, description="what gradients are rounded to on their way (null: as they are)"
+    )
+    find_unused_parameters: bool = Field(
+        False, description="a parameter that no row of a rank touched counts as zero there, instead of an error"
+    )
+    static_graph: bool = Field(False, description="each rank touches the same parameters in every step, or it fails")
+
+
 class LossSection(ConfigModel):
     chunks: PositiveInteger = not_built(1, "pieces in which logits are made")
 
 
 class CompileSection(ConfigModel):
-    model: bool = not_built(False, "torch.compile each layer")
-    loss: bool = not_built(False, "torch.compile the loss")
-    optimizer: bool = not_built(False, "torch.compile the optimizer's step")
+    """What torch.compile makes faster code of, at the price of a minute or more at the start."""
+
+    model: bool = Field(False, description="each layer (one graph for all)")
+    loss: bool = Field(False, description="the loss")
+    optimizer: bool = Field(False, description="the optimizer's update; adamw then corrects its bias in float32")
 
 
 def activation_checkpointing() -> Any:
@@ -258,7 +316,7 @@ def optimizer_in_backward() -> Any:
 class CheckpointSection(ConfigModel):
     every: PositiveInteger | None = Field(None, description="steps between checkpoints (null: at the end alone)")
     keep_last: PositiveInteger | None = Field(None, description="how many checkpoints stay (null: all)")
-    async_save: bool = not_built(False, "write while training goes on")
+    async_save: bool = Field(True, description="copy the state and write it while training goes on")
 
 
 class ExportSection(ConfigModel):
@@ -273,7 +331,7 @@ class LogSection(ConfigModel):
     every: PositiveInteger = Field(10, description="steps between updates of screen, TensorBoard and W&B")
     tensorboard: bool = Field(False, description="write OUTPUT/tensorboard (needs the extra `logging`)")
     wandb_project: str | None = Field(None, description="Weights & Biases project (needs the extra `logging`)")
-    samples: bool = Field(False, description="write which rows each step used to OUTPUT/samples-rank0.jsonl")
+    samples: bool = Field(False, description="write which rows each step used to OUTPUT/samples-rankN.jsonl")
     digests: bool = Field(False, description="log digests of weights and optimizer at every step")
 
     @field_validator("tensorboard", "wandb_project")

@@ -12,11 +12,10 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from femtolib.config import show
 from femtolib.errors import FemtoError, RunFailed
@@ -26,6 +25,7 @@ from femtolib.publish import is_empty, published
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 # ── Initial weights ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -110,7 +110,7 @@ def load_weights(model: Decoder, directory: Path) -> None:
         tensor, wanted = stored.get(stored_as[name]), list(parameter.shape)
         if tensor and tensor.shape != wanted:
             wrong.append(f"{tensor.name} is {tensor.shape}, config.json wants {wanted}")
-        elif tensor and tensor.dtype not in ("F64", "F32", "F16", "BF16"):
+        elif tensor and tensor.dtype not in DTYPE_NAMES.values():
             wrong.append(f"{tensor.name} is stored as {tensor.dtype}, which is not read")
     if wrong:
         faults.append(f"{directory}: {_first_ten(wrong, '; ')}")
@@ -205,6 +205,8 @@ def _first_ten(names: list[str], separator: str = ", ") -> str:
 
 # ── Writing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
+ELEMENTS_AT_ONCE = 2**22  # cast, checked and written together: 16 MB of float32
+
 
 def save_model(
     directory: Path,
@@ -217,14 +219,13 @@ def save_model(
 ) -> None:
     """Write a Hugging Face directory, in place of what was at `directory`.
 
-    `tensors`: (parameter name, whole tensor), taken one by one, cast to `dtype`; a tied head may come too and is left
-    out. A file holds at most `max_shard_bytes`, or one tensor that is larger; one file's tensors are in memory at a
-    time. Raises FemtoError where `directory` holds something else than a model, and RunFailed where writing fails:
+    `tensors`: (parameter name, whole tensor), in any order, taken one by one, cast to `dtype`; none is kept once it is
+    written. A tied head may come too and is left out. A file holds at most `max_shard_bytes`, or one tensor that is
+    larger. Raises FemtoError where `directory` holds something else than a model, and RunFailed where writing fails:
     then `directory` is as it was, and nothing else is left behind.
     """
     directory = directory.resolve()
-    if directory.exists() and not (directory / "config.json").is_file() and not is_empty(directory):
-        raise FemtoError(f"{directory}: holds something else than a model and is not replaced: choose another place")
+    refuse_other_than_model(directory)
     with published(directory, replace=True) as partial:
         _write_tensors(partial, config, tensors, dtype, max_shard_bytes)
         name = str(dtype).removeprefix("torch.")
@@ -235,6 +236,12 @@ def save_model(
             shutil.copyfile(file, partial / file.name)
 
 
+def refuse_other_than_model(directory: Path) -> None:
+    """FemtoError where `save_model` would: at `directory` there is something else than a model, or than nothing."""
+    if directory.exists() and not (directory / "config.json").is_file() and not is_empty(directory):
+        raise FemtoError(f"{directory}: holds something else than a model and is not replaced: choose another place")
+
+
 def _write_tensors(
     directory: Path,
     config: ModelConfig,
@@ -242,41 +249,66 @@ def _write_tensors(
     dtype: torch.dtype,
     max_shard_bytes: int,
 ) -> None:
-    shards: list[list[str]] = []
-    total_bytes = 0
-    for number, shard in enumerate(_cut(tensors, config, dtype, max_shard_bytes)):
-        save_file(shard, directory / f"{number}.safetensors", metadata={"format": "pt"})
-        shards.append(list(shard))
-        total_bytes += sum(tensor.nbytes for tensor in shard.values())
     with torch.device("meta"):
-        wanted = sorted(_parameters(Decoder(config, dtype)))
-    written = sorted(name for shard in shards for name in shard)
-    assert written == wanted, "the tensors are not those of this config"
-
+        shapes = {name: parameter.shape for name, parameter in _parameters(Decoder(config, dtype)).items()}
+    shards = _cut({name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}, max_shard_bytes)
     names = [SINGLE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
-    for number, name in enumerate(names):
-        (directory / f"{number}.safetensors").rename(directory / name)
+    places = {}
+    for file, shard in zip(names, shards, strict=True):
+        places |= _write_header(directory / file, {name: shapes[name] for name in shard}, dtype)
     if len(shards) > 1:
         weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        total_bytes = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
         _write_json(directory / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
 
-
-def _cut(
-    tensors: Iterable[tuple[str, torch.Tensor]], config: ModelConfig, dtype: torch.dtype, max_shard_bytes: int
-) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors of one file after another."""
-    shard: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
         if name == HEAD and config.tie_word_embeddings:
             continue
-        ready = tensor.detach().to("cpu", dtype).contiguous()
-        if not ready.isfinite().all():
-            raise RunFailed(f"{name} is not finite in {str(dtype).removeprefix('torch.')}: the model was not saved")
-        if shard and sum(other.nbytes for other in shard.values()) + ready.nbytes > max_shard_bytes:
-            yield shard
-            shard = {}
-        shard[name] = ready
-    yield shard
+        if tensor.shape != shapes.pop(name, None):
+            raise RunFailed(f"{name}: the model's config.json has no such tensor, or not in this shape; leave it out")
+        path, start = places[name]
+        with path.open("r+b") as file:
+            file.seek(start)
+            for piece in tensor.detach().reshape(-1).split(ELEMENTS_AT_ONCE):
+                ready = piece.to("cpu", dtype)
+                if not ready.isfinite().all():
+                    raise RunFailed(
+                        f"{name} is not finite in {str(dtype).removeprefix('torch.')}: the model was not saved"
+                    )
+                file.write(ready.view(torch.uint8).numpy())
+        del tensor, piece, ready  # before the next one is made
+    assert not shapes, f"these tensors of the config did not come: {_first_ten(list(shapes))}"
+
+
+def _cut(sizes: dict[str, int], max_shard_bytes: int) -> list[list[str]]:
+    """The tensors' names, file by file, given their bytes."""
+    shards: list[list[str]] = []
+    room = 0
+    for name, size in sizes.items():
+        if not shards or size > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(name)
+        room -= size
+    return shards
+
+
+def _write_header(path: Path, shapes: dict[str, torch.Size], dtype: torch.dtype) -> dict[str, tuple[Path, int]]:
+    """Begin a safetensors file whose tensors are written later; returns the file and the place in it of each.
+
+    The library writes a file at once, with all of its tensors in memory. The format: the header's length in 8 bytes,
+    the header as JSON, the elements (https://github.com/huggingface/safetensors#format).
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + shape.numel() * dtype.itemsize
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the elements are aligned
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    first = path.stat().st_size
+    return {name: (path, first + header[name]["data_offsets"][0]) for name in shapes}
 
 
 def _shard_name(number: int, count: int) -> str:

@@ -6,7 +6,7 @@ Runs on a CPU or one GPU, in float32, bfloat16 or float64. Stopped by Ctrl-C or 
 again with the same command it goes on and makes the same updates as if it had never stopped.
 
 To make it your own: `femto cp single_device_pretrain mine.py`, edit, `femto run ./mine.py --config …`. What people
-edit first is the loss (section 7) and what a batch is made of (section 2).
+edit first is the loss (section 8) and what a batch is made of (section 2).
 """
 
 import hashlib
@@ -22,9 +22,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from tqdm import tqdm
 
 from femtolib import sections
-from femtolib.checkpoint import load_tensors, prune_checkpoints, save_checkpoint, tensor_shapes
+from femtolib.attention import plan_attention
+from femtolib.checkpoint import CheckpointWriter, load_tensors, tensor_shapes
 from femtolib.checks import check_inputs
 from femtolib.command import EXIT_DONE, EXIT_STOPPED, recipe_name, run_recipe
+from femtolib.compile import Compiler
 from femtolib.config import ConfigModel, resolved
 from femtolib.data.loader import make_loader
 from femtolib.data.sampler import StatefulDistributedSampler
@@ -34,12 +36,29 @@ from femtolib.data.tokenizer import load_tokenizer
 from femtolib.device import DTYPES, choose_device, peak_flops, peak_memory_bytes, prepare_process
 from femtolib.errors import RunFailed
 from femtolib.loss import summed_cross_entropy
-from femtolib.metrics import LEDGER_START, JsonLines, Trackers, next_ledger, tensors_digest, verify_ledger, was_logged
+from femtolib.metrics import (
+    LEDGER_START,
+    JsonLines,
+    Trackers,
+    next_ledger,
+    open_samples,
+    tensors_digest,
+    verify_ledger,
+    was_logged,
+)
 from femtolib.model import Decoder
 from femtolib.model_config import flops_per_token
-from femtolib.optim import build_optimizer, clip_gradients, make_room_for_state, set_learning_rate, training_tensors
+from femtolib.optim import (
+    all_finite,
+    build_optimizer,
+    clip_gradients,
+    make_room_for_state,
+    set_learning_rate,
+    training_tensors,
+)
 from femtolib.output import check_output, claim_output, write_config
-from femtolib.schedule import learning_rate
+from femtolib.parallel.world import World
+from femtolib.schedule import learning_rate, scale_learning_rate
 from femtolib.stop import StopRequest
 from femtolib.weights import initialize_weights, load_weights, save_model
 
@@ -138,12 +157,21 @@ def main(config: Config) -> int:
         initialize_weights(model, config.seed)
     else:
         load_weights(model, config.model.path)
+    compiler = Compiler(config.compile, device)
+    compiler.layers(model)
+    compute_loss = compiler.loss(summed_cross_entropy)
     parameters = sum(parameter.numel() for parameter in model.parameters())
 
     # ── 4 Optimizer and schedule ──────────────────────────────────────────────────────────────────────────────────────
-    # The learning rate is computed from the step, so there is no scheduler whose state could be lost.
+    # The learning rate is computed from the step, so there is no scheduler whose state could be lost. More devices do
+    # not change it, since global_batch_size is what it was.
     optimizer = build_optimizer(model, config.optimizer)
+    compiler.step(optimizer)
     steps = sampler.steps
+    reference = config.optimizer.lr_reference_batch_size
+    peak_lr = scale_learning_rate(config.optimizer.lr, config.global_batch_size, reference)
+    if reference:
+        print(f"peak learning rate: {peak_lr:.3g}, for {config.global_batch_size} rows a step instead of {reference}")
     if config.schedule.warmup_steps > steps > 0:
         print(f"note: schedule.warmup_steps: {config.schedule.warmup_steps} is longer than the run of {steps} steps")
 
@@ -159,20 +187,23 @@ def main(config: Config) -> int:
         return EXIT_DONE
     step, ledger = start.step, LEDGER_START
     if start.checkpoint:
-        make_room_for_state(model, optimizer, tensor_shapes(start.checkpoint))
-        load_tensors(start.checkpoint, training_tensors(model, optimizer))
-        sampler.load_state_dict(start.state["sampler"])
         ledger = start.state["ledger"]
         verify_ledger(output_dir / "metrics.jsonl", step, ledger)
+        sampler.load_state_dict(start.state["sampler"])
+        shapes = tensor_shapes(start.checkpoint)
+        make_room_for_state(model, optimizer, shapes)
+        load_tensors(start.checkpoint, training_tensors(model, optimizer))
     to_continue = write_config(config, recipe_name(__name__, __file__))
-    metrics = JsonLines(output_dir / "metrics.jsonl", resumed_from=start.step if start.checkpoint else None)
-    samples = JsonLines(output_dir / "samples-rank0.jsonl", start.step) if config.log.samples else None
+    resumed_from = step if start.checkpoint else None
+    checkpoints = CheckpointWriter(output_dir / "checkpoints", keep_last=config.checkpoint.keep_last, world=World())
+    metrics = JsonLines(output_dir / "metrics.jsonl", resumed_from)
+    samples = open_samples(output_dir, step) if config.log.samples else None
     trackers = Trackers(config.log, output_dir, resolved(config), step)
+    layout = {"world_size": 1, "parallel": None}
     metrics.write(
         event="start",
         recipe=Path(__file__).stem,
-        world_size=1,
-        parallel=None,
+        **layout,
         parameters=parameters,
         trained_parameters=parameters,
         rows=len(dataset),
@@ -180,7 +211,7 @@ def main(config: Config) -> int:
         rows_dropped=sampler.rows_dropped,
         rows_without_trained_tokens=dataset.rows_without_trained_tokens,
         steps=steps,
-        resumed_from=step if start.checkpoint else None,
+        resumed_from=resumed_from,
     )
     print(f"{parameters:,} parameters in {config.param_dtype}, computing in {config.dtype} on {device}")
     print(
@@ -189,7 +220,7 @@ def main(config: Config) -> int:
     )
     if start.checkpoint:
         print(f"continuing after step {step} from {start.checkpoint}")
-        if start.state.get("recipe_digest") != recipe_digest:
+        if start.state.get("recipe") == Path(__file__).stem and start.state.get("recipe_digest") != recipe_digest:
             print("note: the recipe's code is not that of the checkpoint; whether it trains alike is yours to know")
 
     # ── 6 Validation ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -212,16 +243,17 @@ def main(config: Config) -> int:
             for batch in load_rows(validation_dataset, order):
                 if stop.requested:
                     break
+                attend = plan_attention(batch.document_ids, device=device, dtype=compute_dtype)
                 batch = batch.to(device)
-                logits = model(batch.input_ids, batch.position_ids)
-                summed_loss += summed_cross_entropy(logits, batch.labels)
+                logits = model(batch.input_ids, batch.position_ids, attend)
+                summed_loss += compute_loss(logits, batch.labels)
                 tokens += batch.trained_tokens
         model.train()
         if stop.requested:
             return False
         record = dict(step=step, loss=summed_loss.item() / tokens if tokens else None, trained_tokens=tokens)
         if tokens and not math.isfinite(record["loss"]):
-            raise not_finite(metrics, step, f"validation loss {record['loss']} after step {step}")
+            raise not_finite(metrics, checkpoints, step, f"validation loss {record['loss']} after step {step}")
         metrics.write(event="validation", **record)
         trackers.log(step, "validation", record)
         shown = f"loss {record['loss']:.4f}" if tokens else "no trained token"
@@ -230,9 +262,34 @@ def main(config: Config) -> int:
 
     validation_owed = False
     if validation_dataset and start.state and start.state.get("validation_owed"):
-        validation_owed = not was_logged(output_dir / "metrics.jsonl", "validation", step) and not validate(step)
+        done = was_logged(output_dir / "metrics.jsonl", "validation", step)
+        validation_owed = not done and not validate(step)
 
-    # ── 7 Training loop ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── 7 Checkpoint ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # Written beside its place and renamed when whole: a kill at any moment leaves the checkpoint before it. Older ones
+    # go only after the new one is there.
+    saved = step if start.checkpoint and start.checkpoint.parent == output_dir / "checkpoints" else None
+
+    def save(step: int, *, wait: bool) -> int:
+        tensors = training_tensors(model, optimizer)
+        if not all_finite(tensors):
+            raise not_finite(metrics, checkpoints, step, f"weights or optimizer state after step {step}")
+        metrics.sync()
+        state = {
+            "recipe": Path(__file__).stem,
+            "recipe_digest": recipe_digest,
+            "steps": steps,
+            "ledger": ledger,
+            "validation_owed": validation_owed,
+            "sampler": sampler.state_dict(),
+            "config": resolved(config),
+            "layout": layout,
+            **identity,
+        }
+        checkpoints.save(step, tensors, state, wait=wait)
+        return step
+
+    # ── 8 Training loop ───────────────────────────────────────────────────────────────────────────────────────────────
     # One optimizer step is one global batch. Its micro-batches are drawn before the first backward: the loss of each is
     # divided by the number of trained tokens in all of them, so that a token weighs the same wherever it lands.
     # Averaging the micro-batches' means instead would favour the tokens of short rows.
@@ -245,33 +302,39 @@ def main(config: Config) -> int:
             profiler.start()
         started = time.perf_counter()
         micro_batches = [next(batches) for _ in range(sampler.micro_batches_per_step)]
+        if stop.requested or checkpoints.failed:
+            break
         trained_tokens = sum(batch.trained_tokens for batch in micro_batches)
         batch_digest = f"{sum(batch.digest for batch in micro_batches) % 2**64:016x}"
 
         loss, grad_norm = None, None
-        lr = learning_rate(step, total=steps, lr=config.optimizer.lr, **config.schedule.model_dump())
+        lr = learning_rate(step, total=steps, lr=peak_lr, **config.schedule.model_dump())
         if trained_tokens:  # else there is nothing to learn from: the step counts, and nothing is updated
             summed_loss = torch.zeros((), dtype=torch.float64, device=device)
             for batch in micro_batches:
+                attend = plan_attention(batch.document_ids, device=device, dtype=compute_dtype)
                 batch = batch.to(device)
-                logits = model(batch.input_ids, batch.position_ids)  # [rows, sequence, vocabulary]
-                micro_loss = summed_cross_entropy(logits, batch.labels)
+                logits = model(batch.input_ids, batch.position_ids, attend)  # [rows, sequence, vocabulary]
+                micro_loss = compute_loss(logits, batch.labels)
                 del logits  # or they would live through the backward pass, beside their gradient
                 (micro_loss / trained_tokens).backward()
                 summed_loss += micro_loss.detach()
             loss = summed_loss.item() / trained_tokens
             grad_norm = clip_gradients(model, config.max_grad_norm)
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):  # stop before the update that would spread it
-                raise not_finite(metrics, step, f"loss {loss} and gradient norm {grad_norm} in step {step + 1}")
+                raise not_finite(
+                    metrics, checkpoints, step, f"loss {loss} and gradient norm {grad_norm} in step {step + 1}"
+                )
             set_learning_rate(optimizer, lr)
             optimizer.step()
             optimizer.zero_grad()
 
         step += 1
+        consumed_before = sampler.consumed_rows
         sampler.advance()
         ledger = next_ledger(ledger, step, batch_digest)
         seconds = time.perf_counter() - started
-        tokens_per_second = sum(len(batch.rows) for batch in micro_batches) * config.data.seq_len / seconds
+        tokens_per_second = (sampler.consumed_rows - consumed_before) * config.data.seq_len / seconds
         peak = peak_flops(device, compute_dtype)
         record = dict(
             step=step,
@@ -290,13 +353,15 @@ def main(config: Config) -> int:
         )
         if config.log.digests:
             tensors = training_tensors(model, optimizer).items()
-            record["parameters_digest"] = [tensors_digest(item for item in tensors if item[0].startswith("model."))]
-            record["optimizer_digest"] = [tensors_digest(item for item in tensors if item[0].startswith("optimizer."))]
+            for key, part in (("parameters_digest", "model."), ("optimizer_digest", "optimizer.")):
+                record[key] = [tensors_digest(item for item in tensors if item[0].startswith(part))]
         metrics.write(event="train", **record)
         if samples:
             for number, batch in enumerate(micro_batches):
                 samples.write(step=step, micro_batch=number, rows=batch.rows)
         progress.update()
+        if compiled := compiler.report():
+            progress.write(f"step {step}/{steps}  {compiled}")
         if step % config.log.every == 0 or step == steps:
             shown = "no trained token" if loss is None else f"loss {loss:.4f}"
             progress.set_postfix_str(f"{shown}, {tokens_per_second:,.0f} tokens/s")
@@ -306,37 +371,19 @@ def main(config: Config) -> int:
             profiler = write_trace(profiler, output_dir / "profile" / f"trace-rank0-to-step{step}.json")
 
         due = step == steps or (config.validate_every and step % config.validate_every == 0)
-        validation_owed = bool(validation_dataset and due) and not validate(step)
-
-        # ── 8 Checkpoint ──────────────────────────────────────────────────────────────────────────────────────────────
-        # Written beside its place and renamed when whole: a kill at any moment leaves the checkpoint before it. Older
-        # ones go only after the new one is there.
-        stopping = stop.requested
-        due = step == steps or stopping or (config.checkpoint.every and step % config.checkpoint.every == 0)
-        if due:
-            started = time.perf_counter()
-            metrics.sync()
-            state = {
-                "recipe": Path(__file__).stem,
-                "recipe_digest": recipe_digest,
-                "steps": steps,
-                "ledger": ledger,
-                "validation_owed": validation_owed,
-                "sampler": sampler.state_dict(),
-                "config": resolved(config),
-                "layout": {"world_size": 1},
-                **identity,
-            }
-            tensors = training_tensors(model, optimizer)
-            if not all(tensor.isfinite().all() for tensor in tensors.values()):
-                raise not_finite(metrics, step, f"weights or optimizer state after step {step}")
-            save_checkpoint(output_dir / "checkpoints", step, tensors, state)
-            prune_checkpoints(output_dir / "checkpoints", config.checkpoint.keep_last)
-            seconds = time.perf_counter() - started
-            metrics.write(event="checkpoint", step=step, seconds_blocked=seconds, seconds_total=seconds)
+        stopping = validation_owed = bool(validation_dataset and due) and not validate(step)
+        if step == steps or (config.checkpoint.every and step % config.checkpoint.every == 0):
+            saved = save(step, wait=not config.checkpoint.async_save)
+        for record in checkpoints.finished():
+            metrics.write(event="checkpoint", **record)
 
     # ── 9 Finish ──────────────────────────────────────────────────────────────────────────────────────────────────────
     # The last line of metrics.jsonl is written when the model is whole: a kill before it leaves a run to be finished.
+    if saved != step and (step < steps or validation_owed):  # stopped between two checkpoints
+        save(step, wait=True)
+    checkpoints.close()
+    for record in checkpoints.finished():
+        metrics.write(event="checkpoint", **record)
     if profiler:  # the run ended before the steps that were to be traced
         write_trace(profiler, output_dir / "profile" / f"trace-rank0-to-step{step}.json")
     progress.close()
@@ -371,8 +418,11 @@ def write_trace(profiler: torch.profiler.profile, path: Path) -> None:
     print(f"wrote a trace: {path}")
 
 
-def not_finite(metrics: JsonLines, step: int, what: str) -> RunFailed:
-    """Close the log of a run that cannot go on; what is not finite is never saved."""
+def not_finite(metrics: JsonLines, checkpoints: CheckpointWriter, step: int, what: str) -> RunFailed:
+    """Close the log of a run that cannot go on; what is not finite is never saved, what was before still is."""
+    checkpoints.close()
+    for record in checkpoints.finished():
+        metrics.write(event="checkpoint", **record)
     metrics.write(event="end", step=step, reason="non_finite")
     return RunFailed(f"{what}: not finite; stopped, and the checkpoints are those of the steps before")
 

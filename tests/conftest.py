@@ -1,9 +1,11 @@
 """What all tests share: a tiny model's config, token directories written here from their published format and not by
-femto, and two ways to run a recipe: in this process, where no signal is involved, and in a process of its own."""
+femto, and three ways to run a recipe: in this process, where no signal is involved, in a process of its own, and on
+several ranks."""
 
 import contextlib
 import copy
 import hashlib
+import inspect
 import io
 import json
 import os
@@ -11,8 +13,9 @@ import shlex
 import signal
 import subprocess
 import sys
+import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -221,9 +224,11 @@ def run(write_config) -> Callable[..., Run]:
 # A server that has imported torch once and forks for every run: a process of its own in 50 ms instead of seconds.
 # The child does what the `femto` script does, in a session of its own, and ends as an interpreter ends.
 _SERVER = """
-import json, os, sys
+import gc, json, os, sys
 import torch, femto.main, femto.recipes.single_device_pretrain
 import torch._dynamo  # or every run's first optimizer step would import it
+gc.collect()
+gc.freeze()  # or every child would visit, and so copy, all of this memory when it ends: a second of CPU time
 for line in sys.stdin:
     request = json.loads(line)
     child = os.fork()
@@ -298,7 +303,8 @@ class Running:
         return Run(int((self.folder / "exit_code").read_text()), *self._screen(), self.output)
 
     def _screen(self) -> tuple[str, str]:
-        return (self.folder / "stdout").read_text(), (self.folder / "stderr").read_text()
+        paths = [self.folder / name for name in ("stdout", "stderr")]  # one killed at once may have made none
+        return tuple(path.read_text() if path.exists() else "" for path in paths)
 
 
 @pytest.fixture(scope="session")
@@ -341,6 +347,205 @@ def start(write_config, tmp_path_factory):
     for server in servers:
         server.stdin.close()
         server.wait(10)
+
+
+# ── Running a recipe on several ranks ─────────────────────────────────────────────────────────────────────────────────
+
+# Like the server above, for one process a rank: a launcher that forks the ranks, each with the variables that torchrun
+# sets, and holds the store through which they meet, so that no port is chosen before it is taken. There is no agent:
+# ranks that lose one of theirs must end by themselves.
+_LAUNCHER = """
+import faulthandler, gc, importlib, json, os, signal, sys
+import torch, torch._dynamo, torch.distributed.checkpoint, torch.distributed.fsdp, torch.distributed.tensor
+from femtolib.command import run_recipe
+
+names = ("distributed_pretrain", "data_parallel_pretrain")
+recipes = {name: importlib.import_module(f"femto.recipes.{name}") for name in names}
+gc.collect()
+gc.freeze()
+
+
+def run(request, rank, port):
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        path = os.path.join(request["folder"], f"{name}-{rank}")
+        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND), descriptor)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the watchdog asks where a rank hangs
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": request["count"], "LOCAL_WORLD_SIZE": request["count"]}
+    os.environ.update({name: str(value) for name, value in {**meeting, **ranks, **request["environment"]}.items()})
+    if request["plant"]:
+        source, name, arguments = request["plant"]
+        exec(source, names := {})
+        names[name](rank, *arguments)
+    recipe = recipes[request["recipe"]]
+    sys.exit(run_recipe(recipe.Config, recipe.main, request["arguments"], doc="", launch="distributed"))
+
+
+def launch(request):
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    gates, ranks = [], {}
+    for rank in range(request["count"]):
+        gate = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(gate[1])
+            for _, writer in gates:
+                os.close(writer)
+            port = os.read(gate[0], 10).decode()
+            os.close(gate[0])
+            run(request, rank, port)
+        os.close(gate[0])
+        gates.append(gate)
+        ranks[child] = rank
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    write(request, "pids", list(ranks))
+    for _, writer in gates:
+        os.write(writer, str(store.port).encode())
+        os.close(writer)
+    codes = [None] * len(ranks)
+    for _ in ranks:
+        child, status = os.waitpid(-1, 0)
+        codes[ranks[child]] = os.waitstatus_to_exitcode(status)
+        write(request, "exit_codes", codes)
+    os._exit(0)
+
+
+def write(request, name, value):
+    path = os.path.join(request["folder"], name)
+    with open(path + ".new", "w") as file:
+        json.dump(value, file)
+    os.rename(path + ".new", path)
+
+
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        launch(json.loads(line))
+    print(child, flush=True)
+"""
+
+
+@dataclass
+class RanksRun(Run):
+    """What a run of several ranks left: `exit_code` is the largest of `exit_codes`, by rank; stdout is rank 0's, stderr
+    that of all ranks."""
+
+    exit_codes: list[int]
+    screens: list[tuple[str, str]]
+
+    def __str__(self) -> str:
+        shown = [f"rank {rank}, stdout:\n{out}\nstderr:\n{err}" for rank, (out, err) in enumerate(self.screens)]
+        return "\n".join([f"exit codes {self.exit_codes}", *shown])
+
+
+class RunningRanks(Running):
+    """A run of several ranks under way; its launcher is `pid`, whose session is theirs."""
+
+    def __init__(self, pid: int, folder: Path, output: Path, count: int):
+        super().__init__(pid, folder, output)
+        self._count = count
+
+    @property
+    def exit_codes(self) -> list[int | None]:
+        """By rank; None: not ended."""
+        path = self.folder / "exit_codes"
+        return json.loads(path.read_text()) if path.exists() else [None] * self._count
+
+    @property
+    def ended(self) -> bool:
+        return None not in self.exit_codes
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes, by rank."""
+        self.wait_until(lambda: (self.folder / "pids").exists(), 10)
+        return json.loads((self.folder / "pids").read_text())
+
+    def signal(self, number: int, *ranks: int) -> None:
+        """Sends a signal to some ranks, or to all."""
+        for rank in ranks or range(self._count):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pids[rank], number)
+
+    def end(self) -> None:
+        """Kills what is left of the launcher, the ranks and their loader workers."""
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def result(self, seconds: float = 60) -> RanksRun:
+        """Waits for the end of all ranks; a run that takes longer is killed and fails the test, and says where each
+        rank was. Fails where a process is left behind, too."""
+        deadline = time.monotonic() + seconds
+        while not self.ended:
+            if time.monotonic() > deadline:
+                self.signal(signal.SIGUSR1)
+                time.sleep(1)
+                self.end()
+                pytest.fail(f"not all ranks ended in {seconds} s: {self._result([c or -9 for c in self.exit_codes])}")
+            time.sleep(0.005)
+        while left := self.processes():
+            if time.monotonic() > deadline + 10:
+                self.end()
+                pytest.fail(f"processes {left} outlived the run by 10 s")
+            time.sleep(0.005)
+        return self._result(self.exit_codes)
+
+    def _result(self, codes: list[int]) -> RanksRun:
+        paths = [[self.folder / f"{name}-{rank}" for name in ("stdout", "stderr")] for rank in range(self._count)]
+        screens = [tuple(path.read_text() if path.exists() else "" for path in pair) for pair in paths]
+        stderr = "".join(err for _, err in screens)
+        return RanksRun(max(codes, key=abs), screens[0][0], stderr, self.output, codes, screens)
+
+
+@pytest.fixture(scope="session")
+def start_ranks(write_config, tmp_path_factory) -> Iterator[Callable[..., RunningRanks]]:
+    """`start_ranks(count, config, *overrides, plant=None)`: a recipe, distributed_pretrain or another one with LAUNCH =
+    "distributed", begun on so many ranks.
+
+    plant: `(function, *arguments)`, called as function(rank, *arguments) in each rank before the recipe. The ranks are
+    no children of this process: the function is sent as text, so it imports what it needs and sees nothing around it.
+    """
+    command = [sys.executable, "-c", _LAUNCHER]
+    launcher = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    started: list[RunningRanks] = []
+
+    def start(
+        count: int,
+        config: dict | Path,
+        *overrides: str,
+        recipe: str = "distributed_pretrain",
+        plant: tuple | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> RunningRanks:
+        path = write_config(config) if isinstance(config, dict) else config
+        folder = tmp_path_factory.mktemp("ranks")
+        request = {"count": count, "recipe": recipe, "folder": str(folder), "environment": environment or {}}
+        request["plant"] = None
+        request["arguments"] = ["--config", str(path), *overrides]
+        if plant:
+            function, *arguments = plant
+            request["plant"] = [textwrap.dedent(inspect.getsource(function)), function.__name__, arguments]
+        print(json.dumps(request), file=launcher.stdin, flush=True)
+        started.append(RunningRanks(int(launcher.stdout.readline()), folder, _output_of(path, overrides), count))
+        return started[-1]
+
+    yield start
+    for running in started:
+        if not running.ended:
+            running.end()
+    launcher.stdin.close()
+    launcher.wait(10)
+
+
+@pytest.fixture(scope="session")
+def run_ranks(start_ranks) -> Callable[..., RanksRun]:
+    """`run_ranks(count, config, *overrides, recipe=…, plant=None)`: as `start_ranks`, to its end."""
+    # Eight ranks on two cores that other work is using take their time.
+    return lambda count, *arguments, **more: start_ranks(count, *arguments, **more).result(max(60, 20 * count))
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@ carries what the loop needs to know of it before the first backward (trained tok
 in a worker if there are any. Which rows come is the sampler's business."""
 
 import atexit
-import ctypes
 import functools
 import hashlib
 import multiprocessing
@@ -24,6 +23,7 @@ from femtolib.data.sampler import EMPTY, Slot, StatefulDistributedSampler
 from femtolib.data.token_dataset import Row, TokenDataset
 from femtolib.errors import FemtoError
 from femtolib.loss import NOT_TRAINED
+from femtolib.stop import end_with_parent
 
 
 @dataclass
@@ -179,11 +179,8 @@ def _raise_faults(batches: Iterator[Batch | FemtoError]) -> Iterator[Batch]:
 
 
 def _die_with_parent(worker: int) -> None:
-    """On Linux, have the kernel kill this worker when the process that made it dies. torch's own watch takes 5 seconds,
-    in which the worker would go on holding what it inherited: the lock of the output folder."""
-    if sys.platform == "linux":
-        set_death_signal = 1  # PR_SET_PDEATHSIG of sys/prctl.h
-        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
+    """torch's own watch takes 5 seconds, in which a worker would hold what it inherited: the lock of the output."""
+    end_with_parent()
 
 
 # An interpreter that exits while an iterator is alive (an exception on its way up) sends SIGTERM to the workers and

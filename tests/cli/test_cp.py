@@ -21,7 +21,7 @@ def test_a_config_is_copied_into_a_folder_under_its_own_name(femto, here, name):
     ended = femto("cp", name, "folder")
     assert ended.code == 0
     assert (here / "folder" / "llama_small.yaml").read_bytes() == configs()["llama_small"].read_bytes()
-    assert f"femto run {RECIPE} --config folder/llama_small.yaml" in ended.stdout
+    assert "femto run distributed_pretrain --config folder/llama_small.yaml" in ended.stdout
 
 
 def test_a_name_that_a_recipe_and_a_config_share_means_what_the_copy_is_called(femto, here):

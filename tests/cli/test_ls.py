@@ -1,7 +1,7 @@
 import subprocess
 import sys
 
-from femto.shipped import configs, recipe_of, recipes, summary
+from femto.shipped import config_of, configs, recipe_of, recipes, summary
 
 
 def test_every_recipe_is_listed_with_what_it_does_and_its_configs(femto):
@@ -11,7 +11,7 @@ def test_every_recipe_is_listed_with_what_it_does_and_its_configs(femto):
     for name, (about, *lines) in blocks.items():
         assert about.strip() == summary(recipes()[name]) != ""
         assert [line.split()[0] for line in lines] == [c for c, path in configs().items() if recipe_of(path) == name]
-    (line,) = [line for line in blocks["single_device_pretrain"] if "llama_small" in line]
+    (line,) = [line for line in blocks["distributed_pretrain"] if "llama_small" in line]
     assert "parameters on the built-in corpus" in line  # the config's second line
 
 
@@ -20,6 +20,11 @@ def test_the_first_line_of_every_config_is_the_command_that_runs_it():
         recipe = recipe_of(path)
         assert recipe in recipes(), path
         assert path.read_text().splitlines()[0].endswith(f"{recipe} --config configs/{name}.yaml"), path
+
+
+def test_the_config_in_the_command_of_every_recipes_docstring_is_shipped():
+    for path in recipes().values():
+        assert config_of(path) in configs(), path
 
 
 def test_a_summary_is_the_first_sentence_of_the_docstring_on_one_line(tmp_path):

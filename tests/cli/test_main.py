@@ -20,7 +20,7 @@ def test_without_a_command_the_help_is_shown(femto, arguments):
 
 def test_an_unknown_command_names_the_nearest(femto):
     assert femto("rum") == (2, "", "error: there is no command 'rum'; did you mean 'run'?\n")
-    assert "there are: ls, cp, run, validate, download" in femto("quantize").error
+    assert "there are: ls, cp, run, validate, export, download" in femto("quantize").error
 
 
 @pytest.mark.parametrize("command", ["--help", "ls", "cp single_device_pretrain mine.py --force"])

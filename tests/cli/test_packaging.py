@@ -70,7 +70,7 @@ def test_a_copied_and_edited_recipe_runs_from_the_installed_wheel_in_an_empty_fo
     assert "llama_small" in femto("ls")
     femto("cp", "single_device_pretrain", "mine.py")
     femto("cp", "tiny/pretrain", "mine.yaml")
-    recipe, loss = (tmp_path / "mine.py").read_text(), "micro_loss = summed_cross_entropy(logits, batch.labels)\n"
+    recipe, loss = (tmp_path / "mine.py").read_text(), "micro_loss = compute_loss(logits, batch.labels)\n"
     trained = "(batch.labels != -100)"
     z_loss = f"micro_loss = micro_loss + (logits.logsumexp(-1).square() * {trained}).sum()\n"
     place = recipe.index(loss)

@@ -1,3 +1,4 @@
+import re
 import sys
 
 import pytest
@@ -43,6 +44,36 @@ def test_the_help_of_a_recipe_is_its_docstring_and_its_keys(femto, here, capsys)
     assert "femto run toy.py" in stdout and "A toy. It adds." in stdout and "left" in stdout and "right" in stdout
 
 
+def test_the_recipes_of_data_parallelism_are_listed_and_their_help_names_their_keys(femto, here, capsys):
+    stdout = femto("ls").stdout
+    for recipe, keys in (
+        ("data_parallel_pretrain", (
+            "processes", "accumulate_in", "max_grad_value", "gradient_sync.bucket_mb", "gradient_sync.overlap",
+            "gradient_sync.communication_dtype", "gradient_sync.find_unused_parameters", "gradient_sync.static_graph",
+            "optimizer.lr_reference_batch_size", "float16",
+        )),
+        ("parity", ("recipe", "config", "overrides", "steps", "tolerance", "layouts")),
+    ):  # fmt: skip
+        assert stdout.startswith(f"{recipe}\n") or f"\n{recipe}\n" in stdout
+        with pytest.raises(SystemExit) as ended:
+            femto("run", recipe, "--help")
+        assert ended.value.code == 0
+        shown = capsys.readouterr().out
+        assert f"femto run {recipe}" in shown
+        for key in keys:
+            assert re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", shown), key
+
+
+def test_a_recipe_that_starts_its_processes_itself_is_not_launched_as_well(femto, here, write_config, tiny_llama):
+    path = write_config({"model": tiny_llama, "data": {"train": "builtin"}, "max_steps": 1})
+    arguments = ("data_parallel_pretrain", "--config", path, "device=cpu", "processes=2")
+    for options in (["--nproc-per-node", "2"], ["--nproc-per-node=1"]):
+        ended = femto("run", *options, *arguments)
+        wanted = "processes: 2 is for a run without torchrun's options: leave out the one or the others"
+        assert (ended.code, ended.error) == (2, wanted)
+    assert not (path.parent / "output").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
@@ -55,7 +86,7 @@ def test_the_help_of_a_recipe_is_its_docstring_and_its_keys(femto, here, capsys)
         (["toy.py", "--config", "lama_small"], "did you mean 'llama_small'?"),
         (["toy.py", "--config", "configs/lama_small.yaml"], "did you mean 'llama_small'?"),
         (["toy.py", "toy.yaml"], "toy.py needs --config CONFIG"),
-        (["single_device_pretrain"], "needs --config CONFIG: llama_small"),
+        (["single_device_pretrain"], "needs --config CONFIG: tiny/pretrain"),
         (["toy.py", "--config", "toy.yaml", "left=two"], "left: should be a whole number"),
         (["toy.py", "--config", "toy.yaml", "lefft=2"], "did you mean 'left'?"),
         (["--nnodes", "2", "toy.py", "--config", "toy.yaml"], "takes no torchrun options: remove --nnodes 2"),
@@ -76,7 +107,6 @@ def test_a_wrong_command_is_one_line_that_names_the_nearest_right_one(femto, her
         ("x = 1\n", "broken.py is not a recipe: it lacks Config and main"),
         ("class Config: pass\n", "it lacks main"),
         ("Config, main, LAUNCH = 1, 2, 'distribted'\n", "LAUNCH is 'distribted'; did you mean 'distributed'?"),
-        ("Config, main, LAUNCH = 1, 2, 'distributed'\n", "this version runs recipes in one process only"),
     ],
 )
 def test_a_file_that_is_no_recipe_says_what_it_lacks(femto, here, source, wanted):

@@ -1,8 +1,20 @@
-"""Trained weights without a hub: the model that the glassllm package carries, as a Hugging Face directory."""
+"""What the library's tests share: trained weights without a hub (the model that the glassllm package carries, as a
+Hugging Face directory), what a function takes of memory, and several ranks forked from this process."""
 
+import contextlib
+import itertools
 import json
+import multiprocessing
+import os
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable, Collection
 from importlib import resources
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,3 +71,108 @@ def glassllm_directory(tmp_path_factory) -> Path:
     }
     (directory / "config.json").write_text(json.dumps(keys))
     return directory
+
+
+# ── Memory ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="session")
+def peak_bytes() -> Callable[[Callable], int]:
+    """`peak_bytes(function)`: the most bytes of tensors alive at once that `function()` adds in this thread, by the CPU
+    allocator's own events."""
+    import torch
+
+    def peak_bytes(function: Callable) -> int:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            function()
+        events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+        alive = itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+        return max(alive, default=0)
+
+    return peak_bytes
+
+
+# ── Several ranks ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Callable[..., list]:
+    """`ranks(count, function, *arguments, killed=(), seconds=60)`: what `function(*arguments)` returns on each rank.
+
+    Each rank is a fork of this process (so a local function will do, and torch is imported) with a launcher's variables
+    in its environment; the function joins the others by `World.join` or `dist.init_process_group("gloo")`. An exception
+    on any rank, and a rank that has not ended in time, fail the test with every rank's traceback. The ranks of `killed`
+    must end by SIGKILL, and their result is None.
+    """
+    # Imported once here instead of at first use by every rank.
+    import torch._dynamo
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
+    import torch.distributed.tensor.parallel
+
+    assert torch.distributed.is_available()
+    return _run_ranks
+
+
+def _run_ranks(
+    count: int, function: Callable, *arguments: Any, killed: Collection[int] = (), seconds: float = 60
+) -> list:
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    fork = multiprocessing.get_context("fork")
+    ends, processes = [], []
+    for rank in range(count):
+        ours, theirs = fork.Pipe()
+        process = fork.Process(target=_run_rank, args=(rank, count, port, theirs, function, arguments))
+        process.start()
+        theirs.close()
+        ends.append(ours)
+        processes.append(process)
+
+    deadline = time.monotonic() + seconds
+    results, faults = [None] * count, []
+    try:
+        for rank, (end, process) in enumerate(zip(ends, processes, strict=True)):
+            try:
+                if not end.poll(max(0.0, deadline - time.monotonic())):
+                    faults.append(f"rank {rank} did not end in {seconds} s")
+                    continue
+                results[rank], fault = end.recv()
+                if fault:
+                    faults.append(f"rank {rank}: {fault}")
+                elif rank in killed:
+                    faults.append(f"rank {rank} was to be killed and returned {results[rank]!r}")
+            except EOFError:
+                process.join(5)
+                if rank not in killed or process.exitcode != -signal.SIGKILL:
+                    faults.append(f"rank {rank} ended with code {process.exitcode} and returned nothing")
+        for end in ends:
+            with contextlib.suppress(OSError):  # it was killed
+                end.send("all have returned")
+        for rank, process in enumerate(processes):
+            process.join(0 if faults else max(0.0, deadline - time.monotonic()))
+            if not faults and process.is_alive():
+                faults.append(f"rank {rank} returned and did not end in {seconds} s")
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    if faults:
+        pytest.fail("\n".join(faults))
+    return results
+
+
+def _run_rank(rank: int, count: int, port: int, parent: Connection, function: Callable, arguments: tuple) -> None:
+    import torch.distributed as dist
+
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    try:
+        result, fault = function(*arguments), None
+    except BaseException:
+        result, fault = None, traceback.format_exc()
+    parent.send((result, fault))
+    if not fault:  # a rank that failed is gone, and the others notice
+        parent.recv()
+        if dist.is_initialized():
+            dist.destroy_process_group()

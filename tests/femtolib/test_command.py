@@ -121,6 +121,12 @@ def test_too_little_memory_is_a_line_that_says_what_needs_less(run, error):
     assert err.startswith("error: out of memory") and "micro_batch_size" in err and str(error)[:30] in err
 
 
+def test_a_killed_worker_of_the_loader_is_a_line(run):
+    code, out, err = run(raises(RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed. ")))
+    wanted = "error: DataLoader worker (pid 12) is killed by signal: Killed; was memory short?\n"
+    assert (code, out, err) == (1, "", wanted)
+
+
 def test_an_interrupt_is_a_line_and_code_1(run):
     code, out, err = run(raises(KeyboardInterrupt()))
     assert code == 1 and out == "" and err.startswith("error: interrupted") and err.count("\n") == 1

@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from femtolib import output
-from femtolib.checkpoint import save_checkpoint
+from femtolib.checkpoint import CheckpointWriter
 from femtolib.config import ConfigModel, load_config
 from femtolib.errors import FemtoError
 from femtolib.output import Start, check_output, claim_output, decide_start, write_config
+from femtolib.parallel.world import World
 from femtolib.sections import OutputDir, Resume
 
 CONFIG = {
@@ -57,7 +58,9 @@ def with_key(key: str, value) -> dict:
 
 def save(folder: Path, step: int, **changes) -> Path:
     state = {"steps": 10, "ledger": "0" * 16, "sampler": {"consumed_rows": 8 * step}, "config": CONFIG, **IDENTITY}
-    return save_checkpoint(folder / "checkpoints", step, {"x": torch.zeros(1)}, state | changes)
+    writer = CheckpointWriter(folder / "checkpoints", keep_last=None, world=World())
+    writer.save(step, {"x": torch.zeros(1)}, state | changes, wait=True)
+    return folder / "checkpoints" / f"step_{step:08d}"
 
 
 @pytest.fixture
@@ -321,6 +324,20 @@ def test_keys_that_only_one_of_two_recipes_has_are_not_compared(folder):
     assert decide(folder, config=config).step == 4
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "without"),
+    [
+        ("max_grad_value", 0.001, None),
+        ("accumulate_in", "dtype", "float32"),
+        ("gradient_sync", {"communication_dtype": "bfloat16"}, {"communication_dtype": None}),
+    ],
+)
+def test_what_some_recipes_cannot_do_is_not_begun_or_dropped_by_a_change_of_recipe(folder, key, value, without):
+    [fault] = refused(folder, config=copy.deepcopy(CONFIG) | {key: value})
+    assert key in fault and "resume=must" in fault
+    assert decide(folder, config=copy.deepcopy(CONFIG) | {key: without}).step == 4
+
+
 def test_every_difference_is_told_at_once(folder):
     config = with_key("seed", 1)
     config["optimizer"] |= {"lr": 1.0, "eps": 1.0}
@@ -360,6 +377,15 @@ def test_a_folder_is_made_and_claimed_until_its_lock_is_closed(tmp_path, monkeyp
     assert str(folder) in str(caught.value) and "in use by another run" in str(caught.value)
     start.lock.close()
     claim(folder).lock.close()
+
+
+def test_a_checkpoint_that_a_killed_save_had_set_aside_is_continued(folder):
+    last = folder / "checkpoints/step_00000004"
+    last.rename(last.with_name(".step_00000004.replaced"))
+    start = claim(folder)
+    start.lock.close()
+    assert start.checkpoint == last and start.step == 4
+    assert not list(folder.glob("checkpoints/.*"))
 
 
 def test_a_second_run_waits_for_the_first_to_end(tmp_path):
@@ -475,3 +501,39 @@ def test_a_config_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatc
     with pytest.raises(OSError, match="No space left"):
         write_config(Config(output_dir=tmp_path, lr=1.0), "x")
     assert (tmp_path / "config.yaml").read_bytes() == before
+
+
+# ── A launcher that starts a failed run again ─────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("resume", ["auto", "never", "must", Path("elsewhere")])
+def test_a_restarted_run_goes_on_with_what_it_has_saved(folder, resume):
+    start = claim_output(folder, resume, config=CONFIG, identity=IDENTITY, steps=10, restarted=True)
+    start.lock.close()
+    assert start.step == 4
+
+
+def test_a_run_that_began_with_a_checkpoint_is_not_begun_without(folder, tmp_path):
+    new = tmp_path / "new"
+    new.mkdir()
+    (new / "config.yaml").write_text("output_dir: new\n")
+    (new / "metrics.jsonl").write_text(json.dumps({"event": "start", "resumed_from": 4}) + "\n")
+    [fault] = refused(new)
+    assert "step 4" in fault and "resume=PATH" in fault
+    assert decide(new, folder / "checkpoints/step_00000004").step == 4
+
+
+def test_a_run_restarted_before_it_saved_begins_where_it_first_began(folder, tmp_path):
+    restarted = {"config": with_key("optimizer.lr", 2e-3), "identity": IDENTITY, "steps": 10, "restarted": True}
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new/config.yaml").write_text("output_dir: new\n")
+    same = restarted | {"config": CONFIG}
+    from_path = claim_output(tmp_path / "new", folder / "checkpoints/step_00000004", **same)
+    assert from_path.step == 4
+    from_path.lock.close()
+    anew = claim_output(tmp_path / "new", "never", **restarted)
+    assert anew.step == 0 and not anew.checkpoint
+    anew.lock.close()
+    with_changes = claim_output(folder, "must", **restarted)
+    assert with_changes.step == 4
+    with_changes.lock.close()

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from femtolib.schedule import learning_rate
+from femtolib.schedule import learning_rate, scale_learning_rate
 
 
 def rates(total: int, **keys) -> list[float]:
@@ -83,3 +83,25 @@ def test_the_rate_of_an_update_knows_nothing_of_what_came_before():
         for update in reversed(range(total))
     ]
     assert forwards == backwards[::-1]
+
+
+# ── The rate and the batch ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_rate_grows_and_shrinks_with_the_batch_as_in_goyal_et_al():
+    # Section 2.1 and table 2: 0.1 for 256 images, 0.2 for 512, 3.2 for 8,192.
+    for batch_size, rate in ((256, 0.1), (512, 0.2), (8192, 3.2), (64, 0.025), (1, 0.1 / 256)):
+        assert scale_learning_rate(0.1, batch_size, 256) == pytest.approx(rate, rel=1e-15)
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 8192])
+def test_without_a_reference_or_at_it_the_rate_is_the_configs_own(batch_size):
+    for lr in (3e-4, 1e-3, 0.1, 0.3):
+        assert scale_learning_rate(lr, batch_size, None) == lr
+        assert scale_learning_rate(lr, batch_size, batch_size) == pytest.approx(lr, rel=3e-16)
+
+
+def test_the_whole_schedule_is_scaled_with_its_peak():
+    keys = {"warmup_steps": 4, "min_lr_ratio": 0.1}
+    scaled = rates(12, lr=scale_learning_rate(1e-3, 32, 8), **keys)
+    assert scaled == pytest.approx([4 * rate for rate in rates(12, lr=1e-3, **keys)], rel=1e-15)

@@ -1,5 +1,6 @@
 """The keys that recipes share: their defaults, their bounds, and what one key asks of another."""
 
+import importlib
 import importlib.util
 import json
 from pathlib import Path
@@ -79,13 +80,14 @@ def test_every_default_is_the_published_one(load, tmp_path):
         },
         "global_batch_size": 8, "micro_batch_size": 1, "max_steps": 3, "epochs": None,
         "optimizer": {
-            "name": "adamw", "lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.0,
+            "name": "adamw", "lr": 3e-4, "lr_reference_batch_size": None, "betas": [0.9, 0.95], "eps": 1e-8,
+            "weight_decay": 0.1, "momentum": 0.0,
         },
         "max_grad_norm": 1.0,
         "schedule": {"name": "cosine", "warmup_steps": 0, "min_lr_ratio": 0.0, "decay_steps": None},
         "activation_checkpointing": "none", "activation_offloading": False, "optimizer_in_backward": False,
         "loss": {"chunks": 1}, "compile": {"model": False, "loss": False, "optimizer": False},
-        "checkpoint": {"every": None, "keep_last": None, "async_save": False},
+        "checkpoint": {"every": None, "keep_last": None, "async_save": True},
         "export": {"dtype": None, "max_shard_bytes": 5_000_000_000},
         "validate_every": None, "validation_max_rows": None,
         "log": {"every": 10, "tensorboard": False, "wandb_project": None, "samples": False, "digests": False},
@@ -114,7 +116,8 @@ def test_one_source_or_several_are_a_list(load):
     [
         "seed=-1", "seed=1.5", "seed=9223372036854775808", "device=tpu", "threads=0", "threads=100000", "dtype=fp8",
         "param_dtype=bfloat16", "global_batch_size=0", "micro_batch_size=0", "max_steps=-1", "max_steps=1.5",
-        "optimizer.name=os.system", "optimizer.lr=0", "optimizer.lr=-0.5", "optimizer.betas=[0.9]",
+        "optimizer.name=os.system", "optimizer.lr_reference_batch_size=0", "optimizer.lr_reference_batch_size=-8",
+        "optimizer.lr_reference_batch_size=1.5", "optimizer.lr=0", "optimizer.lr=-0.5", "optimizer.betas=[0.9]",
         "optimizer.betas=[0.9, 0.95, 0.99]", "optimizer.betas=[1.0, 0.9]", "optimizer.betas=[-0.1, 0.9]",
         "optimizer.eps=0", "optimizer.weight_decay=-0.1", "max_grad_norm=0", "max_grad_norm=-1", "schedule.name=cos",
         "schedule.warmup_steps=-1", "schedule.min_lr_ratio=1.1", "schedule.min_lr_ratio=-0.1", "checkpoint.every=0",
@@ -135,8 +138,7 @@ def test_a_value_out_of_bounds_is_one_fault_that_names_key_and_value(faults, ove
 @pytest.mark.parametrize(
     "override",
     ["activation_checkpointing=full", "activation_offloading=true", "optimizer_in_backward=true", "loss.chunks=8",
-     "compile.model=true", "compile.loss=true", "compile.optimizer=true", "checkpoint.async_save=true",
-     "data.too_long=drop", "data.rows=packed", "data.document_mask=true"],
+     "data.too_long=drop", "data.rows=packed"],
 )  # fmt: skip
 def test_a_feature_to_come_is_refused_for_that_reason(faults, override):
     [fault] = faults(override)
@@ -199,6 +201,102 @@ def test_documents_are_kept_apart_in_padded_rows_and_not_in_a_stream(load):
     assert not load().data.keeps_documents_apart()
     assert load("data.rows=padded").data.keeps_documents_apart()
     assert not load("data.rows=padded", "data.document_mask=false").data.keeps_documents_apart()
+
+
+def test_a_batch_size_that_the_learning_rate_was_found_for_goes_with_every_optimizer(load):
+    for name in ("adamw", "sgd"):
+        section = load(f"optimizer.name={name}", "optimizer.lr_reference_batch_size=256").optimizer
+        assert section.lr_reference_batch_size == 256 and section.lr == 3e-4
+
+
+# ── Data parallelism ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class DataParallelConfig(Config):
+    dtype: sections.ComputeDtypeOrFloat16 = "float32"
+    max_grad_value: sections.MaxGradValue = None
+    processes: sections.Processes = 1
+    gradient_sync: sections.GradientSyncSection = sections.GradientSyncSection()
+    accumulate_in: sections.AccumulateIn = "float32"
+
+
+@pytest.fixture
+def load_parallel(load):
+    """`load_parallel(*overrides)`: the same config with the keys of data parallelism."""
+    return lambda *overrides: load_config(DataParallelConfig, (load() and Path("c.yaml")), overrides)
+
+
+def test_the_defaults_of_data_parallelism_are_the_published_ones(load_parallel):
+    values = resolved(load_parallel())
+    names = ("max_grad_value", "processes", "gradient_sync", "accumulate_in")
+    assert {name: values[name] for name in names} == {
+        "max_grad_value": None, "processes": 1, "accumulate_in": "float32",
+        "gradient_sync": {
+            "bucket_mb": 25.0, "overlap": True, "communication_dtype": None, "find_unused_parameters": False,
+            "static_graph": False,
+        },
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "dtype=fp16", "max_grad_value=0", "max_grad_value=-0.1", "processes=0", "processes=-1", "processes=1025",
+        "processes=1.5", "accumulate_in=bfloat16", "accumulate_in=float64", "gradient_sync.bucket_mb=-1",
+        "gradient_sync.bucket_mb=1000000", "gradient_sync.overlap=maybe", "gradient_sync.communication_dtype=float16",
+        "gradient_sync.find_unused_parameters=2", "gradient_sync.static_graph=later",
+    ],
+)  # fmt: skip
+def test_a_value_of_data_parallelism_out_of_bounds_is_one_fault_that_names_it(load_parallel, override):
+    with pytest.raises(FemtoError) as caught:
+        load_parallel(override)
+    [fault] = caught.value.faults
+    key, _, value = override.partition("=")
+    assert fault.startswith(f"command line: {key}: ")
+    assert value in fault
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "max_grad_value=0.5", "max_grad_value=null", "processes=1024", "gradient_sync.bucket_mb=0",
+        "gradient_sync.bucket_mb=0.5", "gradient_sync.overlap=false", "gradient_sync.communication_dtype=bfloat16",
+        "gradient_sync.communication_dtype=float32", "gradient_sync.find_unused_parameters=true",
+    ],
+)  # fmt: skip
+def test_a_value_of_data_parallelism_within_its_bounds_is_taken(load_parallel, override):
+    key, _, value = override.partition("=")
+    found = load_parallel(override)
+    for name in key.split("."):
+        found = getattr(found, name)
+    assert found == yaml.safe_load(value)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_gradients_add_up_in_a_smaller_dtype_only_where_there_is_one(load_parallel, dtype):
+    overrides = [f"dtype={dtype}", f"param_dtype={'float64' if dtype == 'float64' else 'float32'}"]
+    assert load_parallel(*overrides, "accumulate_in=float32").accumulate_in == "float32"
+    if dtype in ("bfloat16", "float16"):
+        assert load_parallel(*overrides, "accumulate_in=dtype").accumulate_in == "dtype"
+    else:
+        with pytest.raises(FemtoError) as caught:
+            load_parallel(*overrides, "accumulate_in=dtype")
+        [fault] = caught.value.faults
+        assert fault.startswith(f"command line: accumulate_in: has no effect with dtype: {dtype}")
+
+
+def test_float16_is_for_the_recipe_that_scales_the_loss_and_refused_by_the_others(load):
+    path = load() and Path("c.yaml")
+    for name in ("single_device_pretrain", "distributed_pretrain", "data_parallel_pretrain"):
+        config_type = importlib.import_module(f"femto.recipes.{name}").Config
+        if name == "data_parallel_pretrain":
+            config = load_config(config_type, path, ["dtype=float16", "accumulate_in=dtype"])
+            assert (config.dtype, config.param_dtype) == ("float16", "float32")
+        else:
+            with pytest.raises(FemtoError) as caught:
+                load_config(config_type, path, ["dtype=float16"])
+            [fault] = caught.value.faults
+            assert fault.startswith("command line: dtype: only data_parallel_pretrain scales the loss"), name
 
 
 # ── The model ─────────────────────────────────────────────────────────────────────────────────────────────────────────

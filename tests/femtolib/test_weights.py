@@ -314,22 +314,51 @@ def test_a_tensor_larger_than_a_shard_has_a_file_of_its_own(config, tmp_path):
     assert_same(load(directory), model)
 
 
-def test_tensors_are_taken_one_shard_at_a_time(config, tmp_path, monkeypatch):
-    model, alive, most = drawn(config), set(), []
+@pytest.mark.parametrize("max_shard_bytes", [1, 10**10])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_tensor_is_in_memory_at_a_time(config, tmp_path, peak_bytes, monkeypatch, max_shard_bytes, dtype):
+    monkeypatch.setattr(femtolib.weights, "ELEMENTS_AT_ONCE", 1024)
+    config = dataclasses.replace(config, intermediate_size=config.vocab_size)  # large ones follow each other
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in Decoder(config, torch.float32).named_parameters()}
+    largest = max(shape.numel() for shape in shapes.values()) * 4
 
     def tensors():
+        for name, shape in shapes.items():
+            yield name, torch.ones(shape)
+
+    peak = peak_bytes(
+        lambda: save_model(tmp_path / "model", config, tensors(), dtype=dtype, max_shard_bytes=max_shard_bytes)
+    )
+    assert largest <= peak < largest + 32 * 1024
+    assert peak_bytes(lambda: [torch.ones(50_000) for _ in range(2)]) == 400_000
+
+
+def test_tensors_may_come_in_any_order(config, tmp_path):
+    model = drawn(config)
+    first = save(tmp_path / "first", model, max_shard_bytes=100_000)
+    reversed_ = [*model.named_parameters()][::-1]
+    save_model(tmp_path / "second", config, reversed_, dtype=torch.float32, max_shard_bytes=100_000)
+    for path in first.iterdir():
+        assert path.read_bytes() == (tmp_path / "second" / path.name).read_bytes(), path.name
+
+
+def test_transformers_reads_every_shard(tied, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    for config, limit in ((tied, 10**9), (dataclasses.replace(tied, tie_word_embeddings=False), 100_000)):
+        model = drawn(config)
+        directory = save(tmp_path / f"{limit}", model, limit, dtype=torch.bfloat16)
+        theirs = dict(AutoModelForCausalLM.from_pretrained(directory, dtype="auto").named_parameters())
         for name, parameter in model.named_parameters():
-            alive.add(name)
-            most.append(len(alive))
-            yield name, parameter
-
-    def save_and_forget(shard, path, metadata):
-        save_file(shard, path, metadata=metadata)
-        alive.difference_update(shard)
-
-    monkeypatch.setattr(femtolib.weights, "save_file", save_and_forget)
-    save_model(tmp_path / "model", config, tensors(), dtype=torch.float32, max_shard_bytes=1)
-    assert max(most) == 2  # the one that is too much for a shard closes it
+            assert torch.equal(theirs[name], parameter.bfloat16()), name
+        for path in directory.glob("*.safetensors"):  # the library's own writer lays out the same elements
+            with safe_open(path, framework="pt") as file:
+                assert file.metadata() == {"format": "pt"}
+            header_length = int.from_bytes(path.read_bytes()[:8], "little")
+            assert header_length % 8 == 0
+            save_file(load_file(path), tmp_path / "theirs", metadata={"format": "pt"})
+            assert (tmp_path / "theirs").stat().st_size == path.stat().st_size
 
 
 def edit_index(directory: Path, change) -> None:
@@ -521,7 +550,7 @@ def test_an_interrupted_save_leaves_nothing_and_a_killed_one_is_swept_up(config,
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert_same(load(directory), old)
 
-    for leftover in (".model.partial", ".model.replaced"):
+    for leftover in (".model.0123abcd.partial", ".model.replaced"):
         (tmp_path / leftover).mkdir()
         (tmp_path / leftover / "model.safetensors").write_text("half")
     save(directory, old)

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pickle
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,8 @@ from safetensors.torch import load_file
 
 @dataclass
 class Row:
-    """A row of `sequence` places: inputs, their targets (-100: not trained), the document of each (-1: padding)."""
+    """A row of `sequence` places: inputs, their targets (-100: not trained), the document of each (-1: padding), which
+    is 0 all along where documents are not kept apart."""
 
     input_ids: list[int]
     labels: list[int]
@@ -47,35 +49,41 @@ def _read_documents(directory: Path) -> list[list[int]]:
     return documents
 
 
-def read_rows(directory: Path, rows: str, sequence: int) -> list[Row]:
-    """All rows of a token directory, `rows` being "stream" or "padded"."""
+def read_rows(directory: Path, rows: str, sequence: int, apart: bool = False) -> list[Row]:
+    """All rows of a token directory, `rows` being "stream" or "padded", of a stream with documents `apart` or not."""
     eos = json.loads((directory / "index.json").read_text())["eos_id"]
-    documents = _read_documents(directory)
+    documents = [[(token, number) for token in tokens] for number, tokens in enumerate(_read_documents(directory))]
     if rows == "padded":
         cut = [document[: sequence + 1] for document in documents]
     else:
         stream = [token for document in documents for token in document]
         cut = [stream[i * sequence : i * sequence + sequence + 1] for i in range((len(stream) - 1) // sequence)]
     made = []
-    for tokens in cut:
-        inputs, targets = tokens[:sequence], tokens[1:]
-        padding = sequence - len(inputs)
+    for pairs in cut:
+        first = pairs[0][1]
+        tokens, numbers = [token for token, _ in pairs], [number - first if apart else 0 for _, number in pairs]
+        targets = [
+            tokens[i + 1] if numbers[i] == numbers[i + 1] else -100 for i in range(len(tokens) - 1)
+        ]  # no token is to tell how another document begins
+        padding = sequence - len(tokens[:sequence])
         made.append(
             Row(
-                inputs + [eos] * padding,
+                tokens[:sequence] + [eos] * padding,
                 targets + [-100] * (sequence - len(targets)),
-                [0] * len(inputs) + [-1] * padding,
+                numbers[:sequence] + [-1] * padding,
             )
         )
     return made
 
 
 def delivered(output: Path) -> list[list[int]]:
-    """The rows of each step in their order in the global batch, as the run itself wrote them down."""
-    steps: dict[int, list[int]] = {}
-    for line in map(json.loads, (output / "samples-rank0.jsonl").read_text().splitlines()):
-        steps.setdefault(line["step"], []).extend(line["rows"])
-    return [steps[step] for step in sorted(steps)]
+    """The rows of each step in their order in the global batch, as the ranks themselves wrote them down."""
+    steps: dict[int, list[tuple[int, int, list[int]]]] = {}
+    for path in output.glob("samples-rank*.jsonl"):
+        rank = int(path.stem.removeprefix("samples-rank"))
+        for line in map(json.loads, path.read_text().splitlines()):
+            steps.setdefault(line["step"], []).append((line["micro_batch"], rank, line["rows"]))
+    return [[row for _, _, rows in sorted(steps[step]) for row in rows] for step in sorted(steps)]
 
 
 def batch_digest(batch: Sequence[Row], masked: bool) -> str:
@@ -115,8 +123,13 @@ def learning_rate(update: int, total: int, lr: float, schedule: dict) -> float:
             return lr * (1 - (1 - floor) * max(0, update - (total - decay)) / decay)
 
 
-def logits(weights: dict[str, torch.Tensor], model: dict, input_ids: torch.Tensor) -> torch.Tensor:
-    """Llama written out, weights by their Hugging Face names; [batch, sequence] → [batch, sequence, vocab]."""
+def logits(
+    weights: dict[str, torch.Tensor], model: dict, input_ids: torch.Tensor, document_ids: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Llama written out, weights by their Hugging Face names; [batch, sequence] → [batch, sequence, vocab].
+
+    Where a row's `document_ids` change, another text begins: positions count from 0, and what was before is not seen.
+    """
     heads, groups = model["num_attention_heads"], model["num_key_value_heads"]
     head_dim = model.get("head_dim") or model["hidden_size"] // heads
     batch, sequence = input_ids.shape
@@ -127,14 +140,19 @@ def logits(weights: dict[str, torch.Tensor], model: dict, input_ids: torch.Tenso
     hidden = weights["model.embed_tokens.weight"][input_ids]
     # The rotary tables are float32 whatever the weights are, as in transformers.
     frequencies = 1.0 / model["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    angles = torch.outer(torch.arange(sequence, dtype=torch.float32), frequencies).repeat(1, 2)  # [sequence, head_dim]
+    documents = torch.zeros_like(input_ids) if document_ids is None else document_ids
+    positions = torch.zeros(batch, sequence)
+    for i in range(1, sequence):
+        positions[:, i] = torch.where(documents[:, i] == documents[:, i - 1], positions[:, i - 1] + 1, 0)
+    angles = (positions[:, None, :, None] * frequencies).repeat(1, 1, 1, 2)  # [batch, 1, sequence, head_dim]
     cos, sin = angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
 
     def rotate(x: torch.Tensor) -> torch.Tensor:
         first, second = x.chunk(2, -1)
         return x * cos + torch.cat([-second, first], -1) * sin
 
-    future = torch.ones(sequence, sequence, dtype=torch.bool).triu(1)
+    hidden_keys = torch.ones(sequence, sequence, dtype=torch.bool).triu(1)
+    hidden_keys = (hidden_keys | (documents[:, :, None] != documents[:, None, :])).unsqueeze(1)
     for layer in range(model["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         x = norm(hidden, prefix + "input_layernorm.weight")
@@ -144,7 +162,7 @@ def logits(weights: dict[str, torch.Tensor], model: dict, input_ids: torch.Tenso
         )
         queries, keys = rotate(queries), rotate(keys)
         keys, values = (x.repeat_interleave(heads // groups, dim=1) for x in (keys, values))
-        scores = (queries @ keys.transpose(2, 3) / math.sqrt(head_dim)).masked_fill(future, -math.inf)
+        scores = (queries @ keys.transpose(2, 3) / math.sqrt(head_dim)).masked_fill(hidden_keys, -math.inf)
         mixed = (scores.softmax(-1) @ values).transpose(1, 2).reshape(batch, sequence, heads * head_dim)
         hidden = hidden + mixed @ weights[prefix + "self_attn.o_proj.weight"].T
         x = norm(hidden, prefix + "post_attention_layernorm.weight")
@@ -157,7 +175,8 @@ def logits(weights: dict[str, torch.Tensor], model: dict, input_ids: torch.Tenso
 def summed_loss(weights: dict[str, torch.Tensor], model: dict, rows: Sequence[Row]) -> tuple[torch.Tensor, int]:
     """The summed loss of all trained tokens of `rows`, and how many they are."""
     labels = torch.tensor([row.labels for row in rows])
-    scores = logits(weights, model, torch.tensor([row.input_ids for row in rows]))
+    inputs, documents = (torch.tensor([getattr(row, key) for row in rows]) for key in ("input_ids", "document_ids"))
+    scores = logits(weights, model, inputs, documents)
     return F.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="sum"), int((labels != -100).sum())
 
 
@@ -265,3 +284,21 @@ def canary(tmp_path) -> SimpleNamespace:
     """`.pickle`: bytes that, loaded by an unrestricted unpickler, make the folder `.path`."""
     path = tmp_path / "canary"
     return SimpleNamespace(path=path, pickle=pickle.dumps(_Canary(path)))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """`small_disk(bytes)`: a file system of that size, mounted or grown; skips where mounting is not allowed."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def resize(size: int) -> Path:
+        options = f"{'remount,' if os.path.ismount(folder) else ''}size={size}"
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True)
+        if mounted.returncode:
+            pytest.skip("mounting a small file system needs root")
+        return folder
+
+    yield resize
+    if os.path.ismount(folder):
+        subprocess.run(["umount", folder], check=True)

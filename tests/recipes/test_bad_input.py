@@ -97,7 +97,6 @@ def test_the_config_that_the_faults_are_planted_in_has_none(run, config):
         (["optimizer.momentum=0.9"], ["optimizer.momentum", "sgd"]),
         (["optimizer.lr=1e39"], ["optimizer.lr", "1e+39"]),
         (["validate_every=5"], ["validate_every", "data.validation"]),
-        (["data.document_mask=true", "data.rows=stream"], ["document_mask"]),
         # models
         (["model.model_type=gpt2"], ["model_type", "gpt2", "llama"]),
         (["model.num_attention_heads=6"], ["hidden_size", "64", "6"]),
@@ -116,10 +115,8 @@ def test_the_config_that_the_faults_are_planted_in_has_none(run, config):
         (["resume=/nowhere/step_00000001"], ["resume", "/nowhere/step_00000001"]),
         # features to come
         (["data.rows=packed"], ["data.rows", "packed"]),
-        (["compile.model=true"], ["compile"]),
         (["activation_checkpointing=full"], ["activation_checkpointing", "full"]),
         (["optimizer_in_backward=true"], ["optimizer_in_backward"]),
-        (["checkpoint.async_save=true"], ["async_save"]),
         (["loss.chunks=8"], ["loss"]),
         # code
         (["optimizer.name=!!python/object/apply:os.system ['true']"], ["optimizer.name"]),

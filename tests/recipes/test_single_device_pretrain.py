@@ -448,7 +448,11 @@ def test_validation_rows_without_a_trained_token_have_no_loss(run, changed, conf
 
 
 def test_metrics_have_the_published_keys_and_nothing_else(run, changed, config, uneven_tokens):
-    changes = {"data": {"validation": str(uneven_tokens)}, "max_steps": 2, "checkpoint": {"every": 1}}
+    changes = {
+        "data": {"validation": str(uneven_tokens)},
+        "max_steps": 2,
+        "checkpoint": {"every": 1, "async_save": False},
+    }
     result = run(changed(config, changes))
     start, *_ = result.lines()
     assert start.keys() == {

@@ -1,0 +1,70 @@
+"""Whether compiled parts compute what the others do, once a graph and not once a layer or a step; and what is told."""
+
+import shutil
+
+import pytest
+import torch
+
+from femtolib.attention import plan_attention
+from femtolib.compile import Compiler
+from femtolib.errors import FemtoError
+from femtolib.loss import summed_cross_entropy
+from femtolib.model import Decoder
+from femtolib.model_config import ModelConfig
+from femtolib.optim import build_optimizer, set_learning_rate
+from femtolib.sections import CompileSection, OptimizerSection
+from femtolib.weights import initialize_weights
+
+CPU = torch.device("cpu")
+
+
+def train(section: CompileSection, documents: torch.Tensor | None, optimizer: str) -> tuple[list, dict, list]:
+    """Losses, weights and reports of three steps of a model of two layers."""
+    keys = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
+    keys |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = Decoder(ModelConfig.from_dict(keys, "", inline=True), torch.float64).double()
+    initialize_weights(model, 0)
+    compiler = Compiler(section, CPU)
+    compiler.layers(model)
+    compute_loss = compiler.loss(summed_cross_entropy)
+    optimizer = build_optimizer(model, OptimizerSection(name=optimizer, lr=0.1))
+    compiler.step(optimizer)
+    losses, reports = [], []
+    for step in range(3):
+        ids = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(step))
+        attend = plan_attention(documents, device=CPU, dtype=torch.float64)
+        loss = compute_loss(model(ids[:, :-1], None, attend), ids[:, 1:])
+        loss.backward()
+        set_learning_rate(optimizer, 0.01 * (step + 1))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        reports.append(compiler.report())
+    assert list(dict(model.named_parameters())) == list(dict(Decoder(model.config, torch.float64).named_parameters()))
+    return losses, dict(model.named_parameters()), reports
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(not shutil.which("g++"), reason="code for a CPU is made by g++")
+def test_a_compiled_training_is_the_same_from_few_graphs():
+    documents = (torch.arange(16) // 5).expand(2, 16)
+    losses, weights, reports = train(CompileSection(), documents, "adamw")
+    assert reports == [None] * 3
+    section = CompileSection(model=True, loss=True, optimizer=True)
+    compiled_losses, compiled_weights, reports = train(section, documents, "adamw")
+    assert compiled_losses[0] == pytest.approx(losses[0], rel=1e-14)  # before an update
+    assert compiled_losses == pytest.approx(losses, rel=1e-8)
+    for name, weight in weights.items():
+        torch.testing.assert_close(compiled_weights[name], weight, rtol=1e-5, atol=1e-7)
+    # Equal layers are one graph; the update is compiled in pieces where it cannot be whole.
+    for part in ("layer (1 graphs in all)", "loss (1 graphs in all)", "update ("):
+        assert part in reports[0]
+    assert reports[1:] == [None, None]
+
+
+def test_a_missing_compiler_is_said_before_any_work(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    Compiler(CompileSection(), CPU)
+    with pytest.raises(FemtoError, match="no-such-compiler is not installed"):
+        Compiler(CompileSection(loss=True), CPU)
