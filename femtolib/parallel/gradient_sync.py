@@ -10,6 +10,7 @@ zeros for what is missing: a rank that skipped a parameter is found out, and no 
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -80,7 +81,7 @@ class GradientSynchronizer:
         # As a rule gradients become ready from the last layer to the first; the first pass says how it really is.
         self._fill_buckets([*reversed(range(len(trained)))])
         for number, parameter in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(lambda _, n=number: self._on_ready(n))
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._on_ready, number))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -99,22 +100,22 @@ class GradientSynchronizer:
         """
         if self._size == 1:
             return
-        lacking = {*range(len(self._parameters))} - self._touched
+        lacking = {*range(len(self._parameters))}.difference(self._order, self._touched)
         while len(self._works) < len(self._buckets):
             self._start_next()
         # One more small sum: who lacks which gradient. It tells all ranks what to think of the zeros they have added.
         if self._expected is None:
             self._expected = lacking
-        changed = self._static and lacking != self._expected
-        flags = [int(number in lacking) for number in range(len(self._parameters))]
-        counts = torch.tensor([*flags, int(changed)], dtype=torch.int32, device=self._flag_device)
+        counts = torch.zeros(len(self._parameters) + 1, dtype=torch.int32)
+        counts[[*lacking]] = 1
+        counts[-1] = self._static and lacking != self._expected
+        counts = counts.to(self._flag_device)
         self._all_reduce(counts, dist.ReduceOp.SUM).wait()
         for bucket, (work, alone) in zip(self._buckets, self._works, strict=True):
             work.wait()
             self._hand_back(bucket, alone)
         *lacks, changes = counts.tolist()
-        order = [*self._order, *(number for number in range(len(flags)) if number not in self._order)]
-        filled = self._filled
+        ready, filled = [*self._order], self._filled
         self._begin()
         if changes or (any(lacks) and not self._find_unused and not self._static):
             self._refuse(lacking, self._expected)
@@ -122,32 +123,31 @@ class GradientSynchronizer:
             if lacks[number] == self._size:  # no rank's rows touched it: there is nothing to update it by
                 self._parameters[number].grad = None
         if not self._rebuilt:
-            agreed = [order]
+            agreed = [[*dict.fromkeys([*ready, *range(len(lacks))])]]
             dist.broadcast_object_list(agreed, group=self._group, group_src=0)
             self._fill_buckets(agreed[0])
             self._rebuilt = True
 
     # ── Within a pass ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _on_ready(self, number: int) -> None:
+    def _on_ready(self, number: int, parameter: torch.Tensor) -> None:
         """A backward pass has added to a gradient: start every bucket that is full and next in the order."""
-        bucket = self._buckets[self._bucket_of[number]]
-        if self._parameters[number].grad.is_sparse:
-            raise RunFailed(f"{self._names[number]}: its gradient is sparse, which is not synchronized")
-        self._touched.add(number)
-        bucket.missing -= self._syncing
         if number in self._order or (self._order and not self._syncing):  # it may be on its way already
             remedy = "call finish() after the last micro-batch, and put those before it in no_sync()"
             raise RunFailed(
                 f"{self._names[number]}: a second backward pass after one that sends its gradients; {remedy}"
             )
+        bucket = self._bucket_of[number]
         if not self._syncing:
-            if not bucket.converts:
-                self._move_into(bucket, [number])  # now, while it is in the cache: what follows is added in place
+            self._touched.add(number)
+            if bucket.buffer is not None and not bucket.converts:
+                self._move(bucket, [number])  # now, while it is in the cache: what follows is added in place
             return
         self._order[number] = None
-        while self._overlap and len(self._works) < len(self._buckets) and not self._buckets[len(self._works)].missing:
-            self._start_next()
+        bucket.missing -= 1
+        if self._overlap and not bucket.missing:
+            while len(self._works) < len(self._buckets) and not self._buckets[len(self._works)].missing:
+                self._start_next()
 
     def _start_next(self) -> None:
         """Send the next bucket on its way. What this rank has no gradient for it adds zeros to."""
@@ -157,24 +157,32 @@ class GradientSynchronizer:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=_gradient_dtype(parameter))
                 self._filled.append(number)
-        self._move_into(bucket, bucket.members)
         tensor, alone = bucket.buffer, None
         if tensor is None:  # a single one, in place
-            alone = self._parameters[bucket.members[0]].grad.contiguous()
+            alone = self._dense(bucket.members[0]).contiguous()
             tensor = _real(alone)
+        else:
+            self._move(bucket, bucket.members)
         self._works.append((self._all_reduce(tensor, self._operation), alone))
 
-    def _move_into(self, bucket: "_Bucket", members: list[int]) -> None:
+    def _move(self, bucket: "_Bucket", members: list[int]) -> None:
         """Copy gradients into their places in the bucket, and make these the gradients, where the dtype is theirs."""
-        if bucket.buffer is None:
+        if bucket.converts:
+            gradients = [_real(self._dense(number)) for number in members]
+            torch._foreach_copy_([bucket.places[number] for number in members], gradients)
             return
-        moving = [n for n in members if self._parameters[n].grad is not bucket.gradients[n]]
+        places = bucket.gradients
+        moving = {number: gradient for number in members if (gradient := self._dense(number)) is not places[number]}
         if moving:
-            gradients = [_real(self._parameters[number].grad) for number in moving]
-            torch._foreach_copy_([bucket.places[number] for number in moving], gradients)
-        if not bucket.converts:
-            for number in moving:
-                self._parameters[number].grad = bucket.gradients[number]
+            torch._foreach_copy_([places[number] for number in moving], [*moving.values()])
+        for number in moving:
+            self._parameters[number].grad = places[number]
+
+    def _dense(self, number: int) -> torch.Tensor:
+        gradient = self._parameters[number].grad
+        if gradient.is_sparse:
+            raise RunFailed(f"{self._names[number]}: its gradient is sparse, which is not synchronized")
+        return gradient
 
     def _hand_back(self, bucket: "_Bucket", alone: torch.Tensor | None) -> None:
         """Leave the sums in `.grad`, also where somebody has cleared it meanwhile."""
@@ -229,7 +237,7 @@ class GradientSynchronizer:
         place = {number: index for index, number in enumerate(order)}
         buckets.sort(key=lambda members: max(place[number] for number in members))  # by when they are full
         self._buckets = [self._bucket(members) for members in buckets]
-        self._bucket_of = {number: index for index, members in enumerate(buckets) for number in members}
+        self._bucket_of = {number: bucket for bucket in self._buckets for number in bucket.members}
         self._begin()
 
     def _bucket(self, members: list[int]) -> "_Bucket":
@@ -259,7 +267,7 @@ class GradientSynchronizer:
     def _begin(self) -> None:
         """Ready for the next pass."""
         self._order: dict[int, None] = {}  # in which gradients became ready
-        self._touched: set[int] = set()  # by backward passes, in no_sync() too
+        self._touched: set[int] = set()  # by backward passes in no_sync()
         self._filled: list[int] = []  # with zeros, for want of a gradient
         self._works: list[tuple[dist.Work, torch.Tensor | None]] = []  # with a gradient that travels in place
         for bucket in self._buckets:

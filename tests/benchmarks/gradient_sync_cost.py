@@ -8,10 +8,13 @@ are on `wide`, 36M parameters with 2 rows of 32, where the sums weigh most. buck
 without overlap. accumulation: 4 micro-batches, with and without no_sync. rows: 1, 16 and 256 a pass of a small model.
 communication: float32 and bfloat16.
 
-Two gloo ranks, one thread each. A step is forward and backward passes, the sums and clearing the gradients. All
-variants live in the same two processes and take turns step by step, each round beginning with another one, so that the
-machine's moods meet all of them alike. Shown are medians over the rounds, of times and of the ratios to the first line
-in the same round. `exposed` is the share of a step that the sums add: one minus the time of the step without them.
+Two gloo ranks, one thread each. A step is forward and backward passes, the sums and clearing the gradients. DDP divides
+gradients by the number of ranks. Ours adds them, of losses divided by the tokens of all ranks, which gives the same and
+is what the recipe does; as `mean` it divides them, too.
+
+All variants live in the same two processes and take turns step by step, each round beginning with another one, so that
+the machine's moods meet all of them alike. Shown are medians over the rounds, of times and of the ratios to the first
+line in the same round. `exposed` is the share of a step that the sums add: one minus the time of the step without them.
 """
 
 import argparse
@@ -53,9 +56,10 @@ def cases(names: list[str]) -> dict[str, Case]:
     theirs = {f"DDP, {size} MB": {"bucket_cap_mb": size, "gradient_as_bucket_view": True} for size in (1, 25, 100)}
     sync = {"as shipped": {}, "without no_sync": {"no_sync": False}}
     sync |= views | {"DDP, without no_sync": {"gradient_as_bucket_view": True, "no_sync": False}}
+    main = {"as shipped": {}, "as shipped, mean": {"mean": True}} | views | plain
     narrow = {"float32": {}, "bfloat16": {"communication_dtype": "bfloat16"}}  # DDP's bfloat16 hook wants NCCL
     every = {
-        "main": {f"main, {shape}": Case(shape, {"as shipped": {}} | views | plain) for shape in ("bench", "deep")},
+        "main": {f"main, {shape}": Case(shape, main) for shape in ("bench", "deep")},
         "buckets": {"buckets, wide": Case("wide", sizes | theirs)},
         "accumulation": {"4 micro-batches, wide": Case("wide", sync, 4)},
         "rows": {f"{rows} rows, small": Case("small", {"as shipped": {}} | views, rows=rows) for rows in (1, 16, 256)},
@@ -161,13 +165,15 @@ def make(case: Case, name: str, options: dict) -> Variant:
     model = Decoder(ModelConfig.from_dict(config, "", inline=True), torch.float32)
     ids = torch.randint(0, vocabulary, (case.micro_batches, rows, sequence))
     accumulates = options.pop("no_sync", True) if (options := dict(options)) else True
+    divisor = case.micro_batches * rows * sequence
     if name.startswith("DDP"):
         parallel = DistributedDataParallel(model, **options)
         no_sync, finish, reduces = parallel.no_sync, lambda: None, lambda: None
     else:
         if "communication_dtype" in options:
             options["communication_dtype"] = getattr(torch, options["communication_dtype"])
-        synchronizer = GradientSynchronizer(model, mean=True, **options)
+        divisor *= 1 if options.get("mean") else torch.distributed.get_world_size()
+        synchronizer = GradientSynchronizer(model, **options)
         parallel, no_sync, finish = model, synchronizer.no_sync, synchronizer.finish
         reduces = lambda: synchronizer.all_reduces  # noqa: E731
 
@@ -175,7 +181,7 @@ def make(case: Case, name: str, options: dict) -> Variant:
         for number, batch in enumerate(ids, 1):
             sends = synced and (number == len(ids) or not accumulates)
             with contextlib.nullcontext() if sends else no_sync():
-                summed_cross_entropy(parallel(batch), batch).div(batch.numel()).backward()
+                summed_cross_entropy(parallel(batch), batch).div(divisor).backward()
             if sends:
                 finish()
         model.zero_grad()
