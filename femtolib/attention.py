@@ -33,7 +33,7 @@ def plan_attention(
     """How the rows of a batch attend, computing in `dtype` on `device`.
 
     `document_ids` [batch, sequence], of whole rows and on the CPU, so that nobody waits for a device; None: a row is
-    one text. Without a mask it is torch's causal kernel. With one, or with a part of each row, CUDA has FlexAttention,
+    one text, and torch's causal kernel computes it, on a CPU of a part of each row, too. Else CUDA has FlexAttention,
     which skips blocks that nobody sees (unverified on a GPU); a CPU has a mask of numbers and several calls, each over
     the keys up to its last query: a single one would compute a row's upper half, too, at twice the cost.
     """
@@ -46,8 +46,9 @@ def plan_attention(
         document_ids = document_ids.to(device, non_blocking=True)
     if device.type == "cuda":
         return BlockAttention(block_mask(document_ids, cut, device), cut)
-    mask = causal_mask(cut, device, dtype) if document_ids is None else document_mask(document_ids, cut, dtype)
-    return MaskedAttention(mask, cut)
+    if document_ids is None:
+        return CausalAttention(cut)
+    return MaskedAttention(document_mask(document_ids, cut, dtype), cut)
 
 
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -55,8 +56,55 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
 
 
 @dataclass(frozen=True)
+class CausalAttention:
+    """A part of each row, on a CPU."""
+
+    cut: SequenceCut
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        k, v = self.cut.gather(k, v)
+        first, second = q.chunk(2, 2)
+        ends = [last for _, last in self.cut.chunks]
+        pairs = zip((first, second), ends, strict=True)
+        return torch.cat([_CausalChunk.apply(chunk, k[:, :, :end], v[:, :, :end]) for chunk, end in pairs], 2)
+
+
+class _CausalChunk(torch.autograd.Function):
+    """Queries that come last among the keys: one call over the keys before theirs, which need no mask, and one of the
+    causal kernel over their own, joined by the logarithms of what their weights add up to, as in ring attention (Liu et
+    al. 2023, arXiv:2310.01889). A mask costs a fifth more. The calls are what scaled_dot_product_attention makes on a
+    CPU, and private: nothing public gives the logarithms with a gradient (torch 2.13)."""
+
+    @staticmethod
+    def forward(ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        before = k.shape[2] - q.shape[2]
+        mixed, log_sum = _flash(q, k[:, :, before:], v[:, :, before:], is_causal=True)
+        if before:
+            mixed_before, log_sum_before = _flash(q, k[:, :, :before], v[:, :, :before])
+            share = torch.sigmoid(log_sum_before - log_sum).unsqueeze(-1)
+            mixed = mixed.lerp(mixed_before, share.to(mixed.dtype))
+            log_sum = torch.logaddexp(log_sum, log_sum_before)
+        ctx.save_for_backward(q, k, v, mixed, log_sum)
+        return mixed
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v, mixed, log_sum = ctx.saved_tensors
+        before = k.shape[2] - q.shape[2]
+        own = _flash_backward(gradient, q, k[:, :, before:], v[:, :, before:], mixed, log_sum, 0.0, True)
+        if not before:
+            return own
+        others = _flash_backward(gradient, q, k[:, :, :before], v[:, :, :before], mixed, log_sum, 0.0, False)
+        return others[0] + own[0], torch.cat((others[1], own[1]), 2), torch.cat((others[2], own[2]), 2)
+
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@dataclass(frozen=True)
 class MaskedAttention:
-    """mask [1 or batch, 1, queries, keys]: what is added to the scores, 0 or −inf.
+    """mask [batch, 1, queries, keys]: what is added to the scores, 0 or −inf.
 
     Of the dtype of the queries, made once and sliced: torch makes numbers of a mask of truth values at every call, and
     keeps them for the backward pass, layer by layer.
@@ -93,26 +141,12 @@ def _flex_attention() -> Callable[..., torch.Tensor]:
     return torch.compile(flex_attention, dynamic=False)  # not compiled, it makes all scores
 
 
-@functools.lru_cache(maxsize=1)
-def causal_mask(cut: SequenceCut, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """The same for every batch: [1, 1, queries, keys]."""
-    return _numbers(_not_ahead(cut, device)[None], dtype)
-
-
 def document_mask(document_ids: torch.Tensor, cut: SequenceCut, dtype: torch.dtype) -> torch.Tensor:
+    """[batch, 1, queries, keys] of 0 and −inf."""
     same = cut.take(document_ids)[:, :, None] == document_ids[:, None, :]
-    return _numbers(same & _not_ahead(cut, document_ids.device), dtype)
-
-
-def _not_ahead(cut: SequenceCut, device: torch.device) -> torch.Tensor:
-    """[queries, keys]: whether the key's place in the row is not after the query's."""
-    return cut.places(device)[:, None] >= torch.arange(cut.length, device=device)
-
-
-def _numbers(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[batch, queries, keys] of truth values → [batch, 1, queries, keys] of 0 and −inf."""
-    mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-    return mask.masked_fill_(~allowed, -torch.inf).unsqueeze(1)
+    places = cut.places(document_ids.device)
+    seen = same & (places[:, None] >= torch.arange(cut.length, device=places.device))
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf).unsqueeze(1)
 
 
 def block_mask(document_ids: torch.Tensor | None, cut: SequenceCut, device: torch.device) -> BlockMask:
