@@ -155,7 +155,7 @@ def download(environment, tmp_path) -> Callable[..., subprocess.CompletedProcess
     def download(*arguments: str, **settings: str) -> subprocess.CompletedProcess:
         command = [FEMTO, "download", *arguments]
         ended = subprocess.run(
-            command, env=environment(**settings), cwd=here, capture_output=True, text=True, timeout=60
+            command, env=environment(**settings), cwd=here, capture_output=True, text=True, timeout=100
         )
         assert TOKEN not in ended.stdout + ended.stderr
         assert "Traceback" not in ended.stderr
@@ -314,6 +314,6 @@ def test_ctrl_c_ends_a_download_at_once(environment, hub, tmp_path):
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=20)
+    _, stderr = process.communicate(timeout=100)
     assert process.returncode == 1 and "Traceback" not in stderr
     assert not list(tmp_path.rglob("*.incomplete"))

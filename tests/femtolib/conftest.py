@@ -97,7 +97,7 @@ def peak_bytes() -> Callable[[Callable], int]:
 
 @pytest.fixture(scope="session")
 def ranks() -> Callable[..., list]:
-    """`ranks(count, function, *arguments, killed=(), seconds=60)`: what `function(*arguments)` returns on each rank.
+    """`ranks(count, function, *arguments, killed=(), seconds=150)`: what `function(*arguments)` returns on each rank.
 
     Each rank is a fork of this process (so a local function will do, and torch is imported) with a launcher's variables
     in its environment; the function joins the others by `World.join` or `dist.init_process_group("gloo")`. An exception
@@ -115,7 +115,7 @@ def ranks() -> Callable[..., list]:
 
 
 def _run_ranks(
-    count: int, function: Callable, *arguments: Any, killed: Collection[int] = (), seconds: float = 60
+    count: int, function: Callable, *arguments: Any, killed: Collection[int] = (), seconds: float = 150
 ) -> list:
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]

@@ -175,7 +175,7 @@ def test_a_run_goes_on_when_nobody_reads_its_output_any_more(tmp_path):
     )  # fmt: skip
     os.close(writer)
     os.close(reader)
-    child.communicate(b"\n", timeout=30)
+    child.communicate(b"\n", timeout=100)
     assert child.returncode == 3 and (tmp_path / "saved").exists()
 
 
@@ -183,7 +183,7 @@ def test_a_run_goes_on_when_nobody_reads_its_output_any_more(tmp_path):
 def test_a_run_goes_on_without_a_screen_and_with_one_on_a_full_disk(tmp_path, streams):
     (tmp_path / "c.yaml").write_text("")
     script = f'exec "$0" -c "$1" --config c.yaml {streams}'
-    child = subprocess.run(["sh", "-c", script, sys.executable, READERLESS], cwd=tmp_path, input=b"\n", timeout=60)
+    child = subprocess.run(["sh", "-c", script, sys.executable, READERLESS], cwd=tmp_path, input=b"\n", timeout=100)
     assert child.returncode == 3 and (tmp_path / "saved").exists()
 
 

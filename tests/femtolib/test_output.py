@@ -394,7 +394,7 @@ def test_a_second_run_waits_for_the_first_to_end(tmp_path):
     timer.start()
     started = time.monotonic()
     claim(tmp_path).lock.close()
-    assert 0.2 < time.monotonic() - started < 5
+    assert 0.2 < time.monotonic() - started < 30
 
 
 HOLDER = """

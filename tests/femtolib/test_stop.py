@@ -83,7 +83,7 @@ def test_a_process_saves_its_state_even_where_its_screen_is_gone(number, screen)
     if screen == "no reader":
         os.close(reader)
     child.send_signal(number)
-    assert child.communicate(timeout=20)[0] == b" saved"
+    assert child.communicate(timeout=100)[0] == b" saved"
     assert child.returncode == 0
     if screen != "no reader":
         assert (b"stopping" in os.read(reader, 1000)) == (screen == "open")

@@ -194,7 +194,7 @@ def overflow(rank: int, step: int, update: int | None) -> None:
 # ── The same number of ranks: bit for bit ─────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("changes", "stops"),
     [
@@ -260,7 +260,7 @@ def assert_continued(result, theirs, reference, starts: list) -> None:
     assert reference.weight_distance(*map(reference.read_weights, (result.output, theirs.output))) <= 1e-10
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_run_continues_on_any_number_of_ranks(on_ranks, write_config, reference, double, uninterrupted):
     # torchtitan#816: a checkpoint of n ranks loaded on fewer, and the other ranks' places in the data vanished.
     path = write_config(double)
@@ -281,7 +281,7 @@ def test_a_run_continues_on_any_number_of_ranks(on_ranks, write_config, referenc
     assert_continued(result, uninterrupted, reference, starts)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_run_continues_under_another_recipe(run, run_ranks, on_ranks, stop_after, write_config, reference, double,
                                               uninterrupted):  # fmt: skip
     path = write_config(double)
@@ -519,7 +519,7 @@ def test_a_kill_of_a_rank_or_of_its_parent_ends_all(original, write_config, savi
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_what_ranks_refuse_is_said_once(start, write_config, saving, tmp_path):
     path = write_config(saving)
     output = path.parent / "output"

@@ -198,7 +198,7 @@ def whole_long(run, long):
     return run(long)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("group", [False, True], ids=["process", "group"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
@@ -206,7 +206,7 @@ def test_a_signal_stops_the_run_with_its_state_saved(start, changed, long, whole
     running = start(changed(long, {"data": {"num_workers": workers}}))
     running.wait_for_step(3)
     running.signal(number, group)
-    stopped = running.result(20)
+    stopped = running.result(60)
     assert stopped.exit_code == 3, stopped
     assert "Traceback" not in stopped.stderr and "Warning" not in stopped.stderr, stopped
     assert not running.processes()
@@ -235,9 +235,9 @@ def test_twenty_kills_change_nothing(start, write_config, changed, long, whole_l
             time.sleep(seeded.uniform(0, 0.06))  # in a step or in a save
         running.signal(signal.SIGKILL)
         assert running.result().exit_code == -signal.SIGKILL, running.result()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while running.processes():
-            assert time.monotonic() < deadline, "loader workers outlived the run by 10 s"
+            assert time.monotonic() < deadline, "loader workers outlived the run by 30 s"
             time.sleep(0.01)
         step = max([step, *saved_steps(running.output)])
     finished = start(path).result()
@@ -254,7 +254,7 @@ def saved_steps(output: Path) -> list[int]:
     return [int(path.name[5:]) for path in folder.glob("step_" + "[0-9]" * 8)] if folder.exists() else []
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_second_run_on_the_same_output_is_refused(start, write_config, run, changed, long):
     path = write_config(changed(long, {"max_steps": 100_000}))
     first = start(path)
@@ -262,7 +262,7 @@ def test_a_second_run_on_the_same_output_is_refused(start, write_config, run, ch
     began = time.monotonic()
     second = run(path)
     assert second.exit_code == 2 and len(second.errors) == 1 and str(first.output) in second.errors[0], second
-    assert 8 < time.monotonic() - began < 20
+    assert 8 < time.monotonic() - began < 60
     assert not first.ended
     first.signal(signal.SIGTERM)
     assert first.result().exit_code == 3

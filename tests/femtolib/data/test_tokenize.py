@@ -263,7 +263,7 @@ def test_two_processes_do_not_make_the_same_output(tmp_path, words):
 
 def test_a_disk_that_takes_no_more_ends_the_run_and_leaves_nothing(tmp_path):
     process = run_in_a_process(TOKENIZE, tmp_path / "t", 0, 10_000)  # no file may grow past 10,000 bytes
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=100)
     assert "could not be written" in output and "File too large" in output, errors
     assert not list(tmp_path.iterdir())
 
@@ -390,7 +390,7 @@ def test_waiting_ends_when_the_maker_is_killed(cache, tmp_path, raw, word_tokeni
     waiter = run_in_a_process(PREPARE, raw, word_tokenizer(100), tmp_path / "log")
     assert waiter.stderr.readline().startswith("waiting for another process")
     maker.kill()
-    output, errors = waiter.communicate(timeout=60)
+    output, errors = waiter.communicate(timeout=100)
     assert waiter.returncode == 0, errors
     assert len(stored(Path(output.strip()))) == 10
 

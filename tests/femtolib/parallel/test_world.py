@@ -132,7 +132,7 @@ def test_ranks_wait_for_a_slow_disk_longer_than_for_a_slow_step(ranks):
             told = lost_contact(error)
         return [told, lost_contact(RuntimeError("a shape is wrong")), lost_contact(ValueError("gloo"))]
 
-    results = ranks(2, on_a_rank, seconds=30)
+    results = ranks(2, on_a_rank, seconds=60)
     assert "waited longer than process_group_timeout" in results[0][0]
     assert results[0][1:] == [None, None]
 
@@ -146,10 +146,10 @@ def test_a_rank_that_dies_is_noticed_at_once_also_by_who_waits_for_its_disk(rank
         started = time.monotonic()
         with pytest.raises(RuntimeError) as error:
             world.barrier()
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 30
         return lost_contact(error.value)
 
-    assert ranks(2, on_a_rank, killed={1}, seconds=30)[0] == "lost contact with another rank, which has ended"
+    assert ranks(2, on_a_rank, killed={1}, seconds=60)[0] == "lost contact with another rank, which has ended"
 
 
 # ── Joining ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -203,4 +203,4 @@ def test_a_first_rank_that_is_not_there_is_told_in_a_line(monkeypatch):
         monkeypatch.setenv(name, value)
     started = time.monotonic()
     kind, (fault,), _, code = raised(lambda: World.join(CPU, 1))
-    assert kind is RunFailed and code == 1 and "localhost:1" in fault and time.monotonic() - started < 20
+    assert kind is RunFailed and code == 1 and "localhost:1" in fault and time.monotonic() - started < 60
