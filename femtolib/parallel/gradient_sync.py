@@ -22,6 +22,8 @@ from femtolib.errors import FemtoError, RunFailed
 
 # A gradient of this many bytes travels alone and in place: to copy it into a bucket costs more than a message.
 _LARGE = 4 * 2**20
+# A gradient of this many elements is copied by a call of its own, while it is in the cache; smaller ones share one.
+_MIDDLING = 2**16
 
 
 class GradientSynchronizer:
@@ -138,10 +140,10 @@ class GradientSynchronizer:
                 f"{self._names[number]}: a second backward pass after one that sends its gradients; {remedy}"
             )
         bucket = self._bucket_of[number]
+        if bucket.gradients and not bucket.converts and (not self._syncing or parameter.numel() >= _MIDDLING):
+            self._move(bucket, [number])  # in no_sync(), so that what follows is added in place
         if not self._syncing:
             self._touched.add(number)
-            if bucket.buffer is not None and not bucket.converts:
-                self._move(bucket, [number])  # now, while it is in the cache: what follows is added in place
             return
         self._order[number] = None
         bucket.missing -= 1
