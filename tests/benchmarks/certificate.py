@@ -3,13 +3,13 @@
     python tests/benchmarks/certificate.py [--dtype float64] [--steps 20]      the table: an hour on two cores
     python tests/benchmarks/certificate.py --faults                            eight planted faults, each to be noticed
 
-A model of two layers, eight heads and four key-value heads, clipped, four of ten labels not trained, in eight ways: SGD
-or AdamW, documents kept apart or rows of one document without a mask, head and embedding tied or not. Layouts of 1 to 8
-micro-batches a step. `femto run parity` does the work; the first of each table is the control of reversed rows.
+A model of two layers, eight heads and four key-value heads, clipped, four of ten labels not trained: SGD or AdamW,
+documents kept apart or rows of one document without a mask, head and embedding tied or not, in four ways in which each
+two of these meet. Layouts of 1 to 8 micro-batches a step. `femto run parity` does the work; the first of each table is
+the control of reversed rows.
 """
 
 import argparse
-import itertools
 import json
 import random
 import re
@@ -38,6 +38,12 @@ ROWS = {
     "documents apart": {"train": "short.jsonl", "rows": "stream", "document_mask": True},
     "no mask": {"train": "long.jsonl", "rows": "padded", "document_mask": False},
 }
+WAYS = [  # optimizer, rows, whether the head is the embedding
+    ("SGD", "documents apart", True),
+    ("SGD", "no mask", False),
+    ("AdamW", "documents apart", False),
+    ("AdamW", "no mask", True),
+]
 
 
 def config(dtype: str, optimizer: str, rows: str, *, tied: bool) -> dict:
@@ -89,7 +95,7 @@ def parity(folder: Path, recipe: str, settings: dict, layouts: list, steps: int,
 
 def certify(dtype: str, steps: int) -> int:
     code, found = 0, {}
-    for optimizer, rows, tied in itertools.product(OPTIMIZERS, ROWS, (True, False)):
+    for optimizer, rows, tied in WAYS:
         with tempfile.TemporaryDirectory() as name:
             write_documents(folder := Path(name))
             arguments = ["distributed_pretrain", config(dtype, optimizer, rows, tied=tied), LAYOUTS, steps]
@@ -105,8 +111,8 @@ def certify(dtype: str, steps: int) -> int:
     table = [["layout", "loss", "gradient norm", "final weights"]]
     for layout, each in found.items():
         most = (f"{max(one[key] for one in each):.1e}" for key in ("loss", "grad_norm", "weights"))
-        table.append([layout + (f" ({len(each)} of 8 alone)" if len(each) < 8 else ""), *most])
-    print("", "The largest of all eight", "", *markdown(table), sep="\n")
+        table.append([layout + (f" ({len(each)} of {len(WAYS)} alone)" if len(each) < len(WAYS) else ""), *most])
+    print("", "The largest of all", "", *markdown(table), sep="\n")
     return code
 
 
