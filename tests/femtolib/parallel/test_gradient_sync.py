@@ -362,6 +362,30 @@ def test_a_large_gradient_is_added_in_place_and_small_ones_in_their_bucket(ranks
     assert ranks(2, watch) == [([(small, False), (large, True)], 1)] * 2
 
 
+@pytest.mark.parametrize("dtype", [None, torch.float32], ids=["as_it_is", "float32"])
+def test_a_middling_gradient_moves_into_its_bucket_while_the_pass_goes_on(ranks, dtype):
+    def compare() -> tuple[float, bool]:
+        dist.init_process_group("gloo")
+        torch.manual_seed(0)
+        theirs = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256), nn.Linear(256, 8)).double()  # 2**16 each
+        ours = copy.deepcopy(theirs)
+        synchronizer = GradientSynchronizer(ours, overlap=False, communication_dtype=dtype)
+        worst, moved = 0.0, True
+        for step in range(3):
+            inputs = rows(dist.get_rank(), step).double().repeat(1, 32)
+            for model in (ours, theirs):
+                model.zero_grad()
+                torch.tanh(model(inputs)).sum().backward()
+            in_bucket = [p.grad.untyped_storage().nbytes() > p.grad.nbytes for p in ours.parameters()]
+            moved &= in_bucket == ([True, False] * 2 + [False] * 2 if dtype is None else [False] * 6)
+            synchronizer.finish()
+            worst = max(worst, apart(gradients(ours), reduced(theirs)))
+        return worst, moved
+
+    for worst, moved in ranks(2, compare):
+        assert moved and worst < (1e-14 if dtype is None else 1e-5)
+
+
 # ── Ranks that differ ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
