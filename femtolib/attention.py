@@ -77,12 +77,13 @@ class _CausalChunk(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # else it is wrong, without a word
         before = k.shape[2] - q.shape[2]
         mixed, log_sum = _flash(q, k[:, :, before:], v[:, :, before:], is_causal=True)
         if before:
             mixed_before, log_sum_before = _flash(q, k[:, :, :before], v[:, :, :before])
             share = torch.sigmoid(log_sum_before - log_sum).unsqueeze(-1)
-            mixed = mixed.lerp(mixed_before, share.to(mixed.dtype))
+            mixed = torch.lerp(mixed.to(share.dtype), mixed_before.to(share.dtype), share).to(q.dtype)
             log_sum = torch.logaddexp(log_sum, log_sum_before)
         ctx.save_for_backward(q, k, v, mixed, log_sum)
         return mixed
@@ -90,6 +91,7 @@ class _CausalChunk(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q, k, v, mixed, log_sum = ctx.saved_tensors
+        gradient = gradient.contiguous()
         before = k.shape[2] - q.shape[2]
         own = _flash_backward(gradient, q, k[:, :, before:], v[:, :, before:], mixed, log_sum, 0.0, True)
         if not before:

@@ -50,7 +50,9 @@ class Compiler:
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Compile the update. Its learning rate becomes a tensor: a number would be compiled in, anew each step.
 
-        AdamW's count of steps is one already, of float32, and so is its bias correction then: 1e-7 of an update.
+        AdamW's count of steps is one already, of float32, and so is its bias correction then: 1e-7 of an update. SGD's
+        momentum starts as zeros, which gives the same: where it is made in the first update, of some tensor parallel
+        models, the compiler loses its way.
         """
         if not self._section.optimizer:
             return
@@ -58,6 +60,8 @@ class Compiler:
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
             # The fused kernel is one already, and cannot be compiled.
             group |= {"foreach": True, "fused": False} | ({"capturable": True} if "capturable" in group else {})
+            for parameter in group["params"] if group.get("momentum") else []:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
         optimizer.step = self._compiled("update", optimizer.step, whole=False)
 
     def report(self) -> str | None:

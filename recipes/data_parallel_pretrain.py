@@ -138,6 +138,7 @@ def main(config: Config) -> int:
         )
     )
     model_config = world.attempt(lambda: check_inputs(config.model, config.data, config.tokenizer))
+    compiler = world.attempt(lambda: Compiler(config.compile, device))
 
     # ── 2 Data ────────────────────────────────────────────────────────────────────────────────────────────────────────
     # Rows are a pure function of the token files and seq_len; their order is a keyed permutation, a function of seed
@@ -214,7 +215,6 @@ def main(config: Config) -> int:
     if compute_dtype != param_dtype:
         accumulation_dtype = torch.float32 if config.accumulate_in == "float32" else compute_dtype
         replica = compute_copy(model, compute_dtype, accumulation_dtype)
-    compiler = world.attempt(lambda: Compiler(config.compile, device))
     compiler.layers(replica)
     compute_loss = compiler.loss(summed_cross_entropy)
     synchronizer = GradientSynchronizer(
@@ -482,8 +482,6 @@ def main(config: Config) -> int:
             for number, batch in enumerate(micro_batches):
                 samples.write(step=step, micro_batch=number, rows=batch.rows)
         progress.update()
-        if compiled := compiler.report():
-            progress.write(f"step {step}/{steps}  {compiled}")
         if step % config.log.every == 0 or step == steps:
             shown = "no trained token" if loss is None else f"loss {loss:.4f}"
             progress.set_postfix_str(f"{shown}, {tokens_per_second:,.0f} tokens/s")
@@ -494,6 +492,8 @@ def main(config: Config) -> int:
 
         due = step == steps or (config.validate_every and step % config.validate_every == 0)
         stopping = validation_owed = bool(validation_dataset and due) and not validate(step)
+        if compiled := compiler.report():
+            progress.write(f"step {step}/{steps}  {compiled}")
         if step == steps or (config.checkpoint.every and step % config.checkpoint.every == 0):
             saved = save(step, wait=not config.checkpoint.async_save)
         for record in checkpoints.finished():

@@ -109,6 +109,7 @@ def main(config: Config) -> int:
         sources=[config.model.path, config.tokenizer],
     )
     model_config = check_inputs(config.model, config.data, config.tokenizer)
+    compiler = Compiler(config.compile, device)
 
     # ── 2 Data ────────────────────────────────────────────────────────────────────────────────────────────────────────
     # Rows are a pure function of the token files and seq_len; their order is a keyed permutation, a function of seed
@@ -157,7 +158,6 @@ def main(config: Config) -> int:
         initialize_weights(model, config.seed)
     else:
         load_weights(model, config.model.path)
-    compiler = Compiler(config.compile, device)
     compiler.layers(model)
     compute_loss = compiler.loss(summed_cross_entropy)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -360,8 +360,6 @@ def main(config: Config) -> int:
             for number, batch in enumerate(micro_batches):
                 samples.write(step=step, micro_batch=number, rows=batch.rows)
         progress.update()
-        if compiled := compiler.report():
-            progress.write(f"step {step}/{steps}  {compiled}")
         if step % config.log.every == 0 or step == steps:
             shown = "no trained token" if loss is None else f"loss {loss:.4f}"
             progress.set_postfix_str(f"{shown}, {tokens_per_second:,.0f} tokens/s")
@@ -372,6 +370,8 @@ def main(config: Config) -> int:
 
         due = step == steps or (config.validate_every and step % config.validate_every == 0)
         stopping = validation_owed = bool(validation_dataset and due) and not validate(step)
+        if compiled := compiler.report():
+            progress.write(f"step {step}/{steps}  {compiled}")
         if step == steps or (config.checkpoint.every and step % config.checkpoint.every == 0):
             saved = save(step, wait=not config.checkpoint.async_save)
         for record in checkpoints.finished():

@@ -71,8 +71,7 @@ EXPLAINED: dict[tuple[str, str], list[Explained]] = {
         Explained(
             "Model",
             "",
-            "split_matrices(model, meshes.tp) model.tie_weights() compiler = world.attempt(lambda: "
-            "Compiler(config.compile, device)) compiler.layers(model) compute_loss = "
+            "split_matrices(model, meshes.tp) model.tie_weights() compiler.layers(model) compute_loss = "
             "compiler.loss(summed_cross_entropy) shard_model(model, meshes.fsdp, compute_dtype=compute_dtype, "
             "param_dtype=param_dtype)",
             "every rank has the whole model",
@@ -88,8 +87,7 @@ EXPLAINED: dict[tuple[str, str], list[Explained]] = {
             "Model",
             "broadcast_weights(model) replica = model if compute_dtype != param_dtype: accumulation_dtype = "
             "torch.float32 if config.accumulate_in == 'float32' else compute_dtype replica = "
-            "compute_copy(model, compute_dtype, accumulation_dtype) compiler = world.attempt(lambda: "
-            "Compiler(config.compile, device)) compiler.layers(replica) compute_loss = "
+            "compute_copy(model, compute_dtype, accumulation_dtype) compiler.layers(replica) compute_loss = "
             "compiler.loss(summed_cross_entropy) synchronizer = "
             "GradientSynchronizer(replica, bucket_mb=config.gradient_sync.bucket_mb, "
             "overlap=config.gradient_sync.overlap, "
@@ -268,7 +266,7 @@ EXPLAINED: dict[tuple[str, str], list[Explained]] = {
         ),
         Explained(
             "Model",
-            "compiler = Compiler(config.compile, device) compiler.layers(model) compute_loss = "
+            "compiler.layers(model) compute_loss = "
             "compiler.loss(summed_cross_entropy) shard_model(model, meshes.fsdp, compute_dtype=compute_dtype, "
             "param_dtype=param_dtype) model.to_empty(device=device)",
             "",
@@ -277,8 +275,7 @@ EXPLAINED: dict[tuple[str, str], list[Explained]] = {
         Explained(
             "Model",
             "assert not any((tensor.is_meta for tensor in model.parameters())), 'a parameter was left without memory'",
-            "compiler = Compiler(config.compile, device) compiler.layers(model) compute_loss = "
-            "compiler.loss(summed_cross_entropy)",
+            "compiler.layers(model) compute_loss = compiler.loss(summed_cross_entropy)",
             "what a rank was not given memory for is not seen in the others' losses",
         ),
         Explained(

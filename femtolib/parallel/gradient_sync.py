@@ -105,24 +105,26 @@ class GradientSynchronizer:
         lacking = {*range(len(self._parameters))}.difference(self._order, self._touched)
         while len(self._works) < len(self._buckets):
             self._start_next()
-        # One more small sum: who lacks which gradient. It tells all ranks what to think of the zeros they have added.
+        # One more small sum: who lacks which gradient, and who had none at all. It tells all ranks what to think of the
+        # zeros they have added.
         if self._expected is None:
             self._expected = lacking
-        counts = torch.zeros(len(self._parameters) + 1, dtype=torch.int32)
-        counts[[*lacking]] = 1
-        counts[-1] = self._static and lacking != self._expected
+        counts = torch.zeros(3, len(self._parameters), dtype=torch.int32)
+        counts[0, [*lacking]] = 1
+        counts[1, self._filled] = 1
+        counts[2] = self._static and lacking != self._expected
         counts = counts.to(self._flag_device)
         self._all_reduce(counts, dist.ReduceOp.SUM).wait()
         for bucket, (work, alone) in zip(self._buckets, self._works, strict=True):
             work.wait()
             self._hand_back(bucket, alone)
-        *lacks, changes = counts.tolist()
+        lacks, nones, changes = counts.tolist()
         ready, filled = [*self._order], self._filled
         self._begin()
-        if changes or (any(lacks) and not self._find_unused and not self._static):
+        if any(changes) or (any(lacks) and not self._find_unused and not self._static):
             self._refuse(lacking, self._expected)
         for number in filled:
-            if lacks[number] == self._size:  # no rank's rows touched it: there is nothing to update it by
+            if nones[number] == self._size:  # no rank's rows touched it: there is nothing to update it by
                 self._parameters[number].grad = None
         if not self._rebuilt:
             agreed = [[*dict.fromkeys([*ready, *range(len(lacks))])]]
@@ -184,6 +186,8 @@ class GradientSynchronizer:
         gradient = self._parameters[number].grad
         if gradient.is_sparse:
             raise RunFailed(f"{self._names[number]}: its gradient is sparse, which is not synchronized")
+        if gradient.is_conj():  # a view that says so of other numbers
+            gradient = self._parameters[number].grad = gradient.resolve_conj()
         return gradient
 
     def _hand_back(self, bucket: "_Bucket", alone: torch.Tensor | None) -> None:

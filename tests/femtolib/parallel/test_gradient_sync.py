@@ -178,6 +178,7 @@ def test_complex_parameters_and_gradients_are_added_as_two_reals_an_element(rank
             torch.manual_seed(seed)
             self.first = nn.Parameter(torch.randn(5, dtype=torch.complex128))
             self.second = nn.Parameter(torch.randn(5, dtype=torch.complex128))
+            self.third = nn.Parameter(torch.randn(5, dtype=torch.complex128))
             self.real = nn.Parameter(torch.randn(5, dtype=torch.float64))
             self.register_buffer("kept", torch.randn(3, dtype=torch.complex64))
 
@@ -192,9 +193,12 @@ def test_complex_parameters_and_gradients_are_added_as_two_reals_an_element(rank
             theirs = copy.deepcopy(ours)
             for each in (ours, theirs):
                 each.zero_grad()
-                ((each.first * each.second * (dist.get_rank() + 1j)).abs().sum() + each.real.sum()).backward()
+                mixed = (each.first * each.second * (dist.get_rank() + 1j)).abs().sum() + each.real.sum()
+                (mixed + (each.third.conj() * (dist.get_rank() + 1j)).real.sum()).backward()
+            assert theirs.third.grad.is_conj()
             synchronizer.finish()
             for parameter in theirs.parameters():
+                parameter.grad = parameter.grad.resolve_conj()
                 dist.all_reduce(torch.view_as_real(parameter.grad) if parameter.is_complex() else parameter.grad)
             distance = apart(gradients(ours), gradients(theirs))
             worst = max(worst, distance * (1e-6 if "communication_dtype" in options else 1))
@@ -543,6 +547,20 @@ def test_gradients_that_somebody_clears_on_one_rank_meanwhile_are_still_the_sum_
 
     one, two = ranks(2, run)
     assert one == two
+
+
+def test_a_gradient_that_is_left_over_on_one_rank_counts_on_all(ranks):
+    def run() -> list[list[float] | None]:
+        dist.init_process_group("gloo")
+        ours = Weights()
+        synchronizer = GradientSynchronizer(ours, find_unused_parameters=True)
+        if dist.get_rank() == 0:
+            ours.b.grad = torch.full((2,), 3.0, dtype=torch.float64)  # by no backward pass
+        ours("a").backward()
+        synchronizer.finish()
+        return [None if parameter.grad is None else parameter.grad.tolist() for parameter in ours.parameters()]
+
+    assert ranks(2, run) == [[[2.0, 2.0], [3.0, 3.0], None, None]] * 2
 
 
 def test_zeroed_gradients_are_no_gradients(ranks):
