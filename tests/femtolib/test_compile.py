@@ -68,3 +68,14 @@ def test_a_missing_compiler_is_said_before_any_work(monkeypatch):
     Compiler(CompileSection(), CPU)
     with pytest.raises(FemtoError, match="no-such-compiler is not installed"):
         Compiler(CompileSection(loss=True), CPU)
+
+
+def test_momentum_is_there_before_an_update_is_compiled():
+    # Made within it, on two tensor parallel ranks of a model with biases, it ended the run in the compiler.
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    Compiler(CompileSection(optimizer=True), CPU).step(optimizer)
+    assert torch.equal(optimizer.state[parameter]["momentum_buffer"], torch.zeros(3))
+    plain = torch.optim.SGD([parameter], lr=0.1)
+    Compiler(CompileSection(optimizer=True), CPU).step(plain)
+    assert not plain.state
