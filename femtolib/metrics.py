@@ -159,7 +159,7 @@ def _step_of(record: dict[str, Any]) -> int:
 
 class Trackers:
     """TensorBoard and Weights & Biases, as `section` asks for them; both read their keys from the environment. `muted`:
-    neither, for the ranks that leave it to another."""
+    neither, for the ranks that leave it to another. FemtoError where W&B does not start."""
 
     def __init__(
         self, section: LogSection, output_dir: Path, config: dict[str, Any], step: int, *, muted: bool = False
@@ -177,9 +177,14 @@ class Trackers:
             id_file = output_dir / "wandb_run_id"  # a resume goes on in the same W&B run
             run_id = id_file.read_text() if id_file.exists() else secrets.token_hex(8)
             id_file.write_text(run_id)
-            self._wandb = wandb.init(
-                project=section.wandb_project, id=run_id, resume="allow", dir=output_dir, config=config
-            )
+            try:
+                self._wandb = wandb.init(
+                    project=section.wandb_project, id=run_id, resume="allow", dir=output_dir, config=config
+                )
+            except wandb.Error as error:  # no login, no network
+                reason = str(error).strip().partition("\n")[0].rstrip(".")
+                remedy = "run `wandb login`, or set WANDB_MODE=offline, or leave the key out"
+                raise FemtoError(f"log.wandb_project: W&B does not start: {reason}; {remedy}") from None
 
     def log(self, step: int, prefix: str, values: dict[str, Any]) -> None:
         """Numbers of `values` under `prefix/name`; what is no number is left out."""

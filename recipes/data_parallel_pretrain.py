@@ -288,7 +288,7 @@ def main(config: Config) -> int:
     samples = None
     if config.log.samples:
         samples = open_samples(output_dir, step, rank=world.rank, world_size=world.size)
-    trackers = Trackers(config.log, output_dir, resolved(config), step, muted=not is_first)
+    trackers = world.attempt(lambda: Trackers(config.log, output_dir, resolved(config), step, muted=not is_first))
     layout = {"world_size": world.size, "parallel": asdict(dims)}
     metrics.write(
         event="start",

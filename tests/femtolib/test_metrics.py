@@ -3,6 +3,7 @@
 import hashlib
 import json
 import resource
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -329,6 +330,27 @@ def test_the_real_library_of_weights_and_biases_takes_what_a_run_logs(tmp_path, 
     trackers.log(3, "train", {"step": 3, "loss": 2.0, "none": None})
     trackers.close()
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+@pytest.mark.slow
+def test_weights_and_biases_without_a_login_are_refused_in_a_line(tmp_path, monkeypatch):
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "no_netrc"))
+    program = f"""
+from pathlib import Path
+from femtolib.errors import FemtoError
+from femtolib.metrics import Trackers
+from femtolib.sections import LogSection
+try:
+    Trackers(LogSection(wandb_project="p"), Path({str(tmp_path)!r}), {{}}, 0)
+except FemtoError as error:
+    print(*error.faults, sep="\\n")
+"""  # in a process of its own: the library remembers how it was first set up
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    [fault] = ended.stdout.splitlines()
+    assert fault.startswith("log.wandb_project: W&B does not start: ") and "WANDB_MODE=offline" in fault, ended
 
 
 def test_a_resume_goes_on_in_the_same_run_of_weights_and_biases(tmp_path, monkeypatch):

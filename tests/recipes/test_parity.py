@@ -326,6 +326,7 @@ def test_what_no_test_run_shows_is_told_on_prepared_ones(prepared, tmp_path):
         ({"recipe": "solo.py"}, ["solo.py", "LAUNCH = 'single'", "no ranks to compare"]),
         ({"recipe": None}, ["'recipe' is missing"]),
         ({"layouts": []}, ["layouts"]),
+        ({"layouts": [{"processes": 2, "tp": 2}]}, ["layouts: unknown key 'tp'"]),
         ({"tolerance": 0}, ["tolerance", "above 0"]),
     ],
     ids=str,
