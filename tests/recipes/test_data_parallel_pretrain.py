@@ -132,6 +132,10 @@ def judged(run, reference, tmp_path_factory):
         result = run(config)
         handle.remove()
         assert result.exit_code == 0, result
+        # Once a plain torch.optim.SGD was made in this process, a step of femto's, which calls its, calls hooks twice.
+        times, left = divmod(len(steps), STEPS)
+        assert times in (1, 2) and not left
+        steps = steps[times - 1 :: times]
         data = config["data"]
         rows = reference.read_rows(Path(data["train"]), data["rows"], data["seq_len"])
         batches = [[rows[i] for i in step] for step in reference.delivered(result.output)]
