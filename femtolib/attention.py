@@ -55,6 +55,11 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
+# What scaled_dot_product_attention calls on a CPU.
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
 @dataclass(frozen=True)
 class CausalAttention:
     """A part of each row, on a CPU."""
@@ -63,17 +68,15 @@ class CausalAttention:
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         k, v = self.cut.gather(k, v)
-        first, second = q.chunk(2, 2)
-        ends = [last for _, last in self.cut.chunks]
-        pairs = zip((first, second), ends, strict=True)
-        return torch.cat([_CausalChunk.apply(chunk, k[:, :, :end], v[:, :, :end]) for chunk, end in pairs], 2)
+        chunks = zip(q.chunk(2, 2), self.cut.chunks, strict=True)
+        return torch.cat([_CausalChunk.apply(part, k[:, :, :last], v[:, :, :last]) for part, (_, last) in chunks], 2)
 
 
 class _CausalChunk(torch.autograd.Function):
     """Queries that come last among the keys: one call over the keys before theirs, which need no mask, and one of the
     causal kernel over their own, joined by the logarithms of what their weights add up to, as in ring attention (Liu et
-    al. 2023, arXiv:2310.01889). A mask costs a fifth more. The calls are what scaled_dot_product_attention makes on a
-    CPU, and private: nothing public gives the logarithms with a gradient (torch 2.13)."""
+    al. 2023, arXiv:2310.01889). A mask costs a fifth more. The calls are private: nothing public gives the logarithms
+    with a gradient (torch 2.13)."""
 
     @staticmethod
     def forward(ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -98,10 +101,6 @@ class _CausalChunk(torch.autograd.Function):
             return own
         others = _flash_backward(gradient, q, k[:, :, :before], v[:, :, :before], mixed, log_sum, 0.0, False)
         return others[0] + own[0], torch.cat((others[1], own[1]), 2), torch.cat((others[2], own[2]), 2)
-
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
 
 class _CutCrossEntropy(torch.autograd.Function):
     """The same where each rank has logits [batch, sequence, vocabulary / tp]: the softmax's maximum and sum, and the
-    label's logit, are found by three small reductions over the ranks (Shoeybi et al. 2019, arXiv:1909.08053)."""
+    label's logit, are found by two small reductions over the ranks (Shoeybi et al. 2019, arXiv:1909.08053)."""
 
     @staticmethod
     def forward(ctx, logits: torch.Tensor, labels: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
