@@ -372,8 +372,8 @@ def _describe(fault: dict[str, Any], model: type[ConfigModel], raw: _Raw) -> lis
     place = raw.place(key)
     kind, value, limits = fault["type"], fault["input"], fault.get("ctx", {})
     if kind == "extra_forbidden":
-        if (inner := str(fault["loc"][-1])) != key.rpartition(".")[2]:  # of a section in a list
-            return [f"{place}: {key}: unknown key {inner!r}"]
+        if any(isinstance(part, int) for part in fault["loc"]):  # of a section in a list: `key` is the list
+            return [f"{place}: {key}: unknown key {fault['loc'][-1]!r}"]
         return [f"{place}: unknown key {key!r}{_nearest(key, model)}"]
     if kind == "missing":
         return [f"{raw.path}: key {key!r} is missing: {_description(key, model)}"]

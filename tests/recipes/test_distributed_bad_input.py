@@ -289,6 +289,7 @@ def test_a_row_that_only_one_rank_can_not_read_ends_all(run_ranks, config, write
 def fills_its_disk(rank: int, victim: int, update: int, size: int) -> None:
     """From this update on, this rank can write no file beyond `size` bytes."""
     import resource
+    import threading
 
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -297,6 +298,9 @@ def fills_its_disk(rank: int, victim: int, update: int, size: int) -> None:
     def hook(*_) -> None:
         left[0] -= 1
         if left[0] == 0 and rank == victim:
+            for thread in threading.enumerate():  # the save before this one is still to be written
+                if thread.name.startswith("checkpoint "):
+                    thread.join()
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
     register_optimizer_step_post_hook(hook)
