@@ -195,5 +195,5 @@ def locate_config(name: str, arguments: list[str]) -> list[str]:
         elif word.startswith("--config="):
             located[place] = f"--config={find_config(word.removeprefix('--config='))}"
     if located == arguments and not {"--config", "-h", "--help"} & {word.partition("=")[0] for word in arguments}:
-        raise FemtoError(f"{name} needs --config CONFIG: {', '.join(configs_of(name)) or 'a path to a .yaml file'}")
+        raise FemtoError(f"{name} needs --config CONFIG{nearest('', configs_of(name)) or ', a .yaml file'}")
     return located

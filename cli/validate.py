@@ -165,10 +165,14 @@ def _check_training(
     empty = micro_batches * at_once - config.global_batch_size
     print(
         f"{sampler.steps:,} steps of {config.global_batch_size} rows, {tokens_per_step:,} tokens, each in "
-        f"{micro_batches} micro-batches{' a rank' if layout else ''}"
+        f"{micro_batches} micro-batch{'es' * (micro_batches > 1)}{' a rank' if layout else ''}"
         f"{f' ({empty} rows of the last stay empty)' if empty else ''}; {sampler.steps_per_epoch:,} steps an epoch, "
         f"which leaves out {sampler.rows_dropped} rows"
     )
+    if layout and (idle := layout.dp - ceil(config.global_batch_size / config.micro_batch_size)) > 0:
+        print(f"note: {idle} of {layout.dp} ranks get empty rows alone")
+    if (warmup := config.schedule.warmup_steps) > sampler.steps:
+        print(f"note: schedule.warmup_steps: {warmup} is longer than the run of {sampler.steps} steps")
     identity = {"data": dataset.digest, "model": asdict(model_config)}
     start = decide_start(
         config.output_dir, config.resume, config=resolved(config), identity=identity, steps=sampler.steps

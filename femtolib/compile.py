@@ -68,7 +68,7 @@ class Compiler:
         """What was compiled since the last report, if anything."""
         new = self._graphs - self._told
         self._told = self._graphs.copy()
-        graphs = ", ".join(f"{name} ({self._graphs[name]} graphs in all)" for name in new)
+        graphs = ", ".join(f"{name} (graphs: {self._graphs[name]})" for name in new)
         return f"compiled {graphs}; {self._seconds:.0f} s so far" if new else None
 
     def _compiled(self, name: str, function: Callable, *, whole: bool = True) -> Callable:

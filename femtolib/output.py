@@ -250,7 +250,8 @@ def _check_same_run(
         else:
             faults.append(f"resume: {change}; resume=must applies it, or choose a new output_dir")
     if steps < state["steps"]:
-        faults.append(f"resume: the run was to make {state['steps']} steps, now {steps}; it cannot shrink")
+        remedy = "a shorter one needs a new output_dir"
+        faults.append(f"resume: the run was to make {state['steps']} steps, now {steps}; {remedy}")
     if faults:
         raise FemtoError(*faults)
     for change in changes:

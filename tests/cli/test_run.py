@@ -86,7 +86,7 @@ def test_a_recipe_that_starts_its_processes_itself_is_not_launched_as_well(femto
         (["toy.py", "--config", "lama_small"], "did you mean 'llama_small'?"),
         (["toy.py", "--config", "configs/lama_small.yaml"], "did you mean 'llama_small'?"),
         (["toy.py", "toy.yaml"], "toy.py needs --config CONFIG"),
-        (["single_device_pretrain"], "needs --config CONFIG: tiny/pretrain"),
+        (["single_device_pretrain"], "needs --config CONFIG; there are: tiny/pretrain"),
         (["toy.py", "--config", "toy.yaml", "left=two"], "left: should be a whole number"),
         (["toy.py", "--config", "toy.yaml", "lefft=2"], "did you mean 'left'?"),
         (["--nnodes", "2", "toy.py", "--config", "toy.yaml"], "takes no torchrun options: remove --nnodes 2"),

@@ -155,10 +155,15 @@ def test_a_finished_run_and_a_changed_one_are_told_apart(validate, femto, write_
         ("", [], (1, 1, 1, 1), ["ranks: 1 =", "at most 115,008 parameters", "3 micro-batches a rank (2 rows of"]),
         ("--nproc-per-node 2", [], (1, 2, 1, 1), ["at most 57,504 parameters", "2 micro-batches a rank (6 rows of"]),
         # 320 ids over 3 ranks: 107 rows; norms of 64: 22
-        ("--nproc-per-node=3", ["global_batch_size=12"], (1, 3, 1, 1), ["at most 38,894 ", "1 micro-batches a rank;"]),
+        ("--nproc-per-node=3", ["global_batch_size=12"], (1, 3, 1, 1), ["at most 38,894 ", "1 micro-batch a rank;"]),
         ("--nproc-per-node 4", ["parallel.dp_replicate=2"], (2, 2, 1, 1), ["at most 57,504 parameters a rank"]),
         ("--nnodes 2 --nproc-per-node 2", ["parallel.dp_shard=4"], (1, 4, 1, 1), ["ranks: 4 =", "at most 28,752"]),
-        ("--nnodes 128 --nproc-per-node 8", ["parallel.dp_shard=8", "parallel.dp_replicate=128"], (128, 8, 1, 1), []),
+        (
+            "--nnodes 128 --nproc-per-node 8",
+            ["parallel.dp_shard=8", "parallel.dp_replicate=128", "schedule.warmup_steps=99"],
+            (128, 8, 1, 1),
+            ["note: 1021 of 1024 ranks get empty rows alone", "warmup_steps: 99 is longer than the run of"],
+        ),
         ("--nnodes 1:2 --nproc-per-node 2 --rdzv-endpoint host:1", [], (1, 4, 1, 1), ["ranks: 4 ="]),
         # An eighth of every matrix, a quarter of the five norms of 64.
         ("--nproc-per-node 8", ["parallel.cp=2", "parallel.tp=2"], (1, 2, 2, 2), ["at most 14,416 parameters a rank"]),
@@ -221,22 +226,22 @@ def test_a_layout_that_does_not_fit_is_refused_with_both_numbers_as_run_does(
     ("options", "overrides", "ranks", "micro_batches"),
     [
         ("", [], 1, "3 micro-batches a rank (2 rows of the last stay empty)"),
-        ("", ["processes=3"], 3, "1 micro-batches a rank (2 rows of the last stay empty)"),
+        ("", ["processes=3"], 3, "1 micro-batch a rank (2 rows of the last stay empty)"),
         ("", ["processes=3", "micro_batch_size=1"], 3, "4 micro-batches a rank (2 rows of the last stay empty)"),
         (
             "",
             ["processes=5", "micro_batch_size=2", "dtype=float16", "accumulate_in=dtype"],
             5,
-            "1 micro-batches a rank;",
+            "1 micro-batch a rank;",
         ),
         ("--nproc-per-node 2", [], 2, "2 micro-batches a rank (6 rows of the last stay empty)"),
         ("--nproc-per-node 3", ["micro_batch_size=1"], 3, "4 micro-batches a rank (2 rows of the last stay empty)"),
-        ("--nnodes 5 --nproc-per-node 2", ["micro_batch_size=1"], 10, "1 micro-batches a rank;"),
+        ("--nnodes 5 --nproc-per-node 2", ["micro_batch_size=1"], 10, "1 micro-batch a rank;"),
         (
             "--nnodes 1:2 --nproc-per-node 1 --rdzv-endpoint host:1",
             ["micro_batch_size=5"],
             2,
-            "1 micro-batches a rank;",
+            "1 micro-batch a rank;",
         ),
     ],
 )
@@ -333,4 +338,4 @@ def test_the_first_run_is_for_both_recipes_and_for_two_processes_without_empty_r
     single = femto("validate", RECIPE, "--config", "llama_small")
     both = femto("validate", "--nproc-per-node", "2", "distributed_pretrain", "--config", "llama_small", "device=cpu")
     assert single.code == both.code == 0
-    assert "each in 1 micro-batches a rank;" in both.stdout
+    assert "each in 1 micro-batch a rank;" in both.stdout

@@ -58,7 +58,7 @@ def test_a_compiled_training_is_the_same_from_few_graphs():
     for name, weight in weights.items():
         torch.testing.assert_close(compiled_weights[name], weight, rtol=1e-5, atol=1e-7)
     # Equal layers are one graph; the update is compiled in pieces where it cannot be whole.
-    for part in ("layer (1 graphs in all)", "loss (1 graphs in all)", "update ("):
+    for part in ("layer (graphs: 1)", "loss (graphs: 1)", "update ("):
         assert part in reports[0]
     assert reports[1:] == [None, None]
 
