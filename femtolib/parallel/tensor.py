@@ -6,8 +6,13 @@ of a pair takes what the first leaves on the same rank. Norms and residuals are 
 which are gathered before a pair of matrices and summed and scattered after it.
 """
 
+import types
+
+import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -47,11 +52,26 @@ def split_matrices(model: Decoder, mesh: DeviceMesh) -> None:
         }
         parallelize_module(layer, mesh, plan)
     ends = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=_WHOLE, output_layouts=_TOKENS),
         "model.norm": SequenceParallel(),
         "lm_head": ColwiseParallel(input_layouts=_TOKENS, output_layouts=_VOCABULARY, use_local_output=False),
     }
     parallelize_module(model, mesh, ends)
+    embedding = distribute_module(model.model.embed_tokens, mesh, _cut_rows)
+    embedding.forward = types.MethodType(_look_up, embedding)
     # What the embedding gives is not there yet, and the gradient of it is lost where the next thing is a compiled layer
     # (torch 2.13); any operation waits for it.
-    model.model.embed_tokens.register_forward_hook(lambda _module, _inputs, output: output.clone())
+    embedding.register_forward_hook(lambda _module, _inputs, output: output.clone())
+
+
+def _cut_rows(_name: str, embedding: nn.Embedding, mesh: DeviceMesh) -> None:
+    embedding.weight = nn.Parameter(distribute_tensor(embedding.weight, mesh, [Shard(0)]))
+
+
+def _look_up(embedding: nn.Embedding, input_ids: torch.Tensor) -> torch.Tensor:
+    """This rank's tokens of the rows, [batch, sequence / tp, hidden], whose vectors other ranks have. torch's own plan
+    for it makes the gradient of the whole vocabulary on every rank, and then takes a part."""
+    mesh, part = embedding.weight.device_mesh, embedding.weight.to_local()
+    own = input_ids - mesh.get_local_rank() * len(part)
+    is_own = (own >= 0) & (own < len(part))
+    found = F.embedding(own.where(is_own, 0), part) * is_own.unsqueeze(-1)
+    return DTensor.from_local(found, mesh, [Partial()], run_check=False).redistribute(placements=[_TOKENS]).to_local()
