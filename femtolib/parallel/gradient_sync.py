@@ -302,7 +302,11 @@ def broadcast_weights(model: nn.Module, process_group: dist.ProcessGroup | None 
         raise FemtoError(*(f"the copies of the model differ: {fault}" for fault in faults), agreed=True)
     for name, tensor in tensors.items():
         try:
-            dist.broadcast(_real(tensor.detach()), group=process_group, group_src=0)
+            values = _real(tensor.detach())
+            sent = values.contiguous()  # gloo sends memory as it lies, whatever its order (pytorch/pytorch#192920)
+            dist.broadcast(sent, group=process_group, group_src=0)
+            if sent is not values:
+                values.copy_(sent)
         except RuntimeError as error:
             raise RunFailed(f"{name}: {tensor.dtype} cannot be broadcast: {str(error).splitlines()[0]}") from None
 

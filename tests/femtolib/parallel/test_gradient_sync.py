@@ -207,6 +207,41 @@ def test_complex_parameters_and_gradients_are_added_as_two_reals_an_element(rank
     assert max(ranks(2, compare)) <= 1e-12
 
 
+def test_parameters_whose_memory_is_in_another_order_are_the_same_on_all_ranks(ranks):
+    """gloo broadcasts the wrong numbers of such a tensor without a word (pytorch/pytorch#192920)."""
+
+    class Strided(nn.Module):
+        def __init__(self, seed: int):
+            super().__init__()
+            torch.manual_seed(seed)
+            self.turned = nn.Parameter(torch.randn(6, 5, dtype=torch.float64).t())
+            self.image = nn.Conv2d(3, 4, 2, dtype=torch.float64).to(memory_format=torch.channels_last)
+            self.register_buffer("column", torch.randn(7, 3)[:, 1])
+
+    def compare() -> float:
+        dist.init_process_group("gloo")
+        rank, worst = dist.get_rank(), 0.0
+        for options in ({}, {"bucket_mb": 0}):
+            ours, theirs = Strided(seed=rank), Strided(seed=0)
+            if rank:
+                ours.image.to(memory_format=torch.contiguous_format)
+            synchronizer = GradientSynchronizer(ours, **options)
+            assert not ours.turned.is_contiguous() and ours.image.weight.is_contiguous() is (rank == 1)
+            assert all(torch.equal(x, y) for x, y in zip(ours.parameters(), theirs.parameters(), strict=True))
+            assert torch.equal(ours.column, theirs.column)
+            for each in (ours, theirs):
+                sum((p**2).sum() * (number + rank + 1) for number, p in enumerate(each.parameters())).backward()
+            synchronizer.finish()
+            wanted = {
+                name: 2 * p.detach() * sum(i + r + 1 for r in range(2))
+                for i, (name, p) in enumerate(theirs.named_parameters())
+            }
+            worst = max(worst, apart(gradients(ours), wanted))
+        return worst
+
+    assert max(ranks(2, compare)) <= 1e-12
+
+
 def test_gradients_sent_in_a_narrower_dtype_lose_what_that_loses(ranks):
     def compare() -> dict:
         dist.init_process_group("gloo")
