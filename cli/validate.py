@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from femto.parser import Parser
 from femto.run import load_recipe, locate_config, processes_per_node, refuse_options, refuse_processes, split
-from femto.shipped import find_recipe
+from femto.shipped import find_config, find_recipe
 from femtolib.errors import FemtoError
 
 if TYPE_CHECKING:
@@ -85,7 +85,8 @@ def _check_layout(config: "ConfigModel", options: list[str]) -> "ParallelDims":
 
 
 def _check_preparation(config) -> dict[str, int | None]:
-    """Look for the files that a recipe which makes data or tokenizers names."""
+    """Look for the files that a recipe which makes data or tokenizers names, or the recipe and config of parity."""
+    from femtolib.config import load_config
     from femtolib.data.documents import find_files
     from femtolib.data.tokenizer import load_tokenizer
 
@@ -93,6 +94,8 @@ def _check_preparation(config) -> dict[str, int | None]:
         load_tokenizer(tokenizer, getattr(config, "eos_token", None))
     if patterns := getattr(config, "input", None):
         print(f"input: {len(find_files(patterns)):,} files")
+    if compared := getattr(config, "recipe", None):
+        load_config(load_recipe(find_recipe(compared)).Config, find_config(config.config), config.overrides)
     return {}
 
 
