@@ -3,7 +3,6 @@ before or on another number, and whether all ranks end together."""
 
 import json
 import math
-import random
 import re
 import shutil
 import signal
@@ -165,7 +164,6 @@ def signal_before_the_first_step(rank: int, ranks: list[int], number: int) -> No
 def write_slowly(rank: int, seconds: float, ranks: list[int], update: int, number: int) -> None:
     """Rank 0 takes its time to bring its shards to the disk; and a signal, as above."""
     import signal
-    import time
 
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -459,32 +457,3 @@ def test_a_rank_killed_in_a_save_leaves_the_one_before(run_ranks, write_config, 
     assert finished.lines("start")[-1]["resumed_from"] == 4
     assert checkpoints(finished.output) == [f"step_{STEPS:08d}"]
     assert_same(finished, whole(2))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_eight_seeded_kills_change_nothing(start_ranks, run_ranks, write_config, changed, config, whole):
-    changes = {"max_steps": 30}
-    path = write_config(changed(config, {**changes, "checkpoint": {"every": 2, "keep_last": 1}}))
-    seeded = random.Random(13)
-    step = 0
-    for kill in range(8):
-        running = start_ranks(2, path, f"checkpoint.async_save={'true' if kill % 2 else 'false'}")
-        ranks = seeded.choice([(0,), (1,), (0, 1)])
-        if kill in (2, 5):  # while it starts, mostly; one that waits for a rank that is gone waits for its launcher
-            time.sleep(seeded.uniform(0, 1))
-            ranks = (0, 1)
-        else:
-            running.wait_for_step(step + seeded.randint(1, 3))
-            time.sleep(seeded.uniform(0, 0.06))  # in a step or in a save
-        running.signal([signal.SIGKILL, signal.SIGTERM, signal.SIGKILL, signal.SIGINT][kill % 4], *ranks)
-        result = running.result()
-        assert 0 not in result.exit_codes and "Traceback" not in result.stderr, result
-        saved = list(running.output.glob("checkpoints/step_*"))
-        assert all((path / "manifest.json").is_file() for path in saved), saved
-        step = max([step, *(int(path.name[5:]) for path in saved)])
-    finished = run_ranks(2, path)
-    assert finished.exit_codes == [0, 0], finished
-    assert_same(finished, whole(2, **changes))
-    assert checkpoints(finished.output) == ["step_00000030"]
-    assert not [path for path in finished.output.iterdir() if "partial" in path.name or "tmp" in path.name]
