@@ -549,7 +549,7 @@ def start_ranks(write_config, tmp_path_factory) -> Iterator[Callable[..., Runnin
 def run_ranks(start_ranks) -> Callable[..., RanksRun]:
     """`run_ranks(count, config, *overrides, recipe=…, plant=None)`: as `start_ranks`, to its end."""
     # Eight ranks on two cores that other work is using take their time.
-    return lambda count, *arguments, **more: start_ranks(count, *arguments, **more).result(max(60, 20 * count))
+    return lambda count, *arguments, **more: start_ranks(count, *arguments, **more).result(max(PATIENCE, 30 * count))
 
 
 @pytest.fixture(scope="session")

@@ -251,7 +251,7 @@ def test_a_second_interrupt_ends_at_once_what_does_not_stop(launch):
     time.sleep(1.2)
     assert run.process.poll() is None
     run.process.send_signal(signal.SIGINT)
-    assert run.ends(10) == 1
+    assert run.ends(60) == 1
     assert run.stderr.splitlines()[-1] == "error: interrupted; what was not saved before is lost"
 
 
@@ -260,7 +260,7 @@ def test_workers_that_do_not_stop_are_killed_when_their_time_is_over(launch):
     run = launch("--nproc-per-node 2 --shutdown-timeout 1", "rank_1=hangs")
     run.wait_for_step(3)
     run.process.send_signal(signal.SIGTERM)
-    assert run.ends(15) == 1
+    assert run.ends(60) == 1
     assert "error: not ended 1 s after the request to stop (--shutdown-timeout): killed" in run.stderr
 
 
@@ -269,7 +269,7 @@ def test_no_worker_outlives_a_launcher_that_is_killed(launch):
     run.wait_for_step(1)
     assert len(run.workers()) == 2
     run.process.kill()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while run.workers() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert run.ends() == -signal.SIGKILL

@@ -121,7 +121,7 @@ def test_ranks_that_share_rows_and_matrices_are_the_same_training(judged, on_ran
     else:  # 28.8 of 48 places have a token to predict
         documents = np.random.default_rng(6).integers(0, 319, (60, 28)).tolist()
         changes = {"optimizer": ADAMW, "schedule": {"warmup_steps": 5}, "model": {"tie_word_embeddings": True}}
-        changes["data"] = {"document_mask": False}
+        changes |= {"data": {"document_mask": False}, "micro_batch_size": 2}
     changes["data"]["train"] = str(write_tokens(tmp_path / "tokens", documents, vocab_size=320))
     sizes = [(sizes, number % 2 == 1) for number, sizes in enumerate(SHARING[name])]
     assert_same_training(changed(config, changes), sizes, judged, on_ranks, reference, changed)

@@ -6,7 +6,6 @@ import math
 import re
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -164,6 +163,7 @@ def signal_before_the_first_step(rank: int, ranks: list[int], number: int) -> No
 def write_slowly(rank: int, seconds: float, ranks: list[int], update: int, number: int) -> None:
     """Rank 0 takes its time to bring its shards to the disk; and a signal, as above."""
     import signal
+    import time
 
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
