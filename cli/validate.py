@@ -94,8 +94,8 @@ def _check_preparation(config) -> dict[str, int | None]:
         load_tokenizer(tokenizer, getattr(config, "eos_token", None))
     if patterns := getattr(config, "input", None):
         print(f"input: {len(find_files(patterns)):,} files")
-    if compared := getattr(config, "recipe", None):
-        load_config(load_recipe(find_recipe(compared)).Config, find_config(config.config), config.overrides)
+    if all(hasattr(config, key) for key in ("recipe", "config", "overrides")):
+        load_config(load_recipe(find_recipe(config.recipe)).Config, find_config(config.config), config.overrides)
     return {}
 
 

@@ -75,8 +75,8 @@ _ROW = 1024
 def _gradient_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     """The norm of all of them, whole, in float64.
 
-    Of each 1,024 numbers in their own dtype, and from there in float64: torch's norm for a CPU adds up all squares in
-    float32, and of 37 million numbers is off by 2e-3, by less of their shards. Here it is 1e-7 of any layout's.
+    Of each 1,024 numbers in their own dtype, float32 at least, and from there in float64: torch's norm for a CPU adds
+    up all squares in float32, and of 37 million numbers is off by 2e-3, of a shard of them by less.
     """
     by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = defaultdict(list)
     for gradient in gradients:

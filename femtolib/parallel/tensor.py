@@ -64,7 +64,8 @@ def split_matrices(model: Decoder, mesh: DeviceMesh) -> None:
 
 
 def _cut_rows(_name: str, embedding: nn.Embedding, mesh: DeviceMesh) -> None:
-    embedding.weight = nn.Parameter(distribute_tensor(embedding.weight, mesh, [Shard(0)]))
+    cut = distribute_tensor(embedding.weight, mesh, [Shard(0)])
+    embedding.weight = nn.Parameter(cut, requires_grad=embedding.weight.requires_grad)
 
 
 def _look_up(embedding: nn.Embedding, input_ids: torch.Tensor) -> torch.Tensor:
