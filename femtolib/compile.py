@@ -58,8 +58,8 @@ class Compiler:
             return
         for group in optimizer.param_groups:
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
-            # The fused kernel is one already, and cannot be compiled.
-            group |= {"foreach": True, "fused": False} | ({"capturable": True} if "capturable" in group else {})
+            if "fused" in group:  # that kernel is one already, and cannot be compiled
+                group |= {"foreach": True, "fused": False, "capturable": True}
             for parameter in group["params"] if group.get("momentum") else []:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
         optimizer.step = self._compiled("update", optimizer.step, whole=False)
