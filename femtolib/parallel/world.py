@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from femtolib.config import show
 from femtolib.errors import FemtoError, RunFailed
@@ -175,8 +174,8 @@ class World:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a sharded tensor this rank's shard, of any other the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """Of a sharded tensor (a DTensor) this rank's shard, of any other the tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # importing DTensor takes a second
 
 
 def set_timeout(group: dist.ProcessGroup, seconds: int) -> None:

@@ -25,7 +25,6 @@ import torch
 from femtolib import sections
 from femtolib.config import ConfigModel
 from femtolib.errors import FemtoError
-from femtolib.output import write_config
 from femtolib.parallel.world import World
 from femtolib.stop import StopRequest
 
@@ -73,6 +72,8 @@ def main(config: Config) -> int | None:
         if world.sum(stop.requested)[0]:
             saved.write_text(str(step))
             if world.rank == 0:
+                from femtolib.output import write_config  # the other toys start sooner without it
+
                 print(f"stopped after step {step}; to go on: {write_config(config, 'toy.py')}")
             world.close()
             return 3

@@ -105,7 +105,7 @@ def call(folder: Path, config: dict) -> SimpleNamespace:
 def test_a_copied_recipe_passes_as_a_person_starts_it(tmp_path, tiny):
     (tmp_path / "mine.py").write_text((SOURCES / "data_parallel_pretrain.py").read_text())
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(tiny))
-    config = {"output_dir": "out", "recipe": "./mine.py", "config": "mine.yaml", "steps": 3, "control": True}
+    config = {"output_dir": "out", "recipe": "./mine.py", "config": "mine.yaml", "steps": 3}
     (tmp_path / "parity.yaml").write_text(yaml.safe_dump(config | {"layouts": [{"processes": 2}]}))
     command = [sys.executable, "-m", "femto.main", "run", "parity", "--config", "parity.yaml"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
@@ -114,8 +114,7 @@ def test_a_copied_recipe_passes_as_a_person_starts_it(tmp_path, tiny):
     assert max(map(len, lines[:-2])) <= 120, "too wide for a terminal"
     assert lines[-1] == "./mine.py trains alike on 1 process and on 2 processes"
     report = json.loads((tmp_path / "out/parity.json").read_text())
-    control, result = report["results"]
-    assert control["layout"] == "1 process, rows in reverse" and 0 < control["weight_difference"] <= 1e-12
+    [result] = report["results"]
     assert report["passed"] and [step["step"] for step in result["steps"]] == [1, 2, 3]
     for step in result["steps"]:
         one, two = step["checksums"]
@@ -123,7 +122,7 @@ def test_a_copied_recipe_passes_as_a_person_starts_it(tmp_path, tiny):
         _, row = [line for line in lines if line.startswith("|") and line.split()[1] == str(step["step"])]
         assert f"{step['loss'][0]:#.16g}" in row and f"{step['loss'][1]:#.16g}" in row and row.count(one[:8]) == 2
     assert 0 <= result["weight_difference"] <= 1e-10
-    names = ["control.txt", "layout_1.txt", "one_process.txt", "parity.json", "parity.md"]
+    names = ["layout_1.txt", "one_process.txt", "parity.json", "parity.md"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
     assert all(line in (tmp_path / "out/parity.md").read_text().splitlines() for line in lines if "|" in line)
 
@@ -153,9 +152,11 @@ def test_layouts_are_judged_one_by_one_and_copies_of_a_shard_are_compared(compar
     # Again in the same folder: what was there goes, and nothing of another's does.
     (tmp_path / "out/notes.txt").write_text("mine")
     (tmp_path / "out/layout_9.txt").write_text("mine, too")
-    result = compared("distributed_pretrain", [{"processes": 2}])
+    result = compared("distributed_pretrain", [{"processes": 2}], control=True)
     assert result.code == 0 and result.err == "" and result.report["passed"] is True
-    names = ["layout_1.txt", "layout_9.txt", "notes.txt", "one_process.txt", "parity.json", "parity.md"]
+    control, _ = result.report["results"]
+    assert control["layout"] == "1 process, rows in reverse" and 0 < control["weight_difference"] <= 1e-12
+    names = ["control.txt", "layout_1.txt", "layout_9.txt", "notes.txt", "one_process.txt", "parity.json", "parity.md"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
 
 
