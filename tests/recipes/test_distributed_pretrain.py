@@ -19,7 +19,7 @@ SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
 ADAMW = {"name": "adamw", "lr": 1e-3, "momentum": 0.0}
 
 # Ranks, how they are laid out, and whether gradients are reduced once a step. Ten rows a step, in one process one a
-# micro-batch, on ranks two: on 4 of them three have no row in the second one. On 8 it is one: six have none in the second.
+# micro-batch, on ranks two: on 4 of them three have no row in the second one. On 8 it is one, and six have none there.
 LAYOUTS = {
     "sgd": [(1, 1, False), (2, 1, False), (3, 1, True), (4, 1, False), (8, 1, True), (2, 2, True), (4, 2, False)],
     "adamw": [(1, 1, True), (2, 1, True), (3, 1, False), (4, 1, True), (2, 2, False), (4, 2, True), (8, 2, False)],
