@@ -46,10 +46,10 @@ class SGD(torch.optim.Optimizer):
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's, which gets of parameters, gradients and state what this rank has of them: DTensor's rules for an update
-    of a list, of parameters that are cut along two dimensions, take a tenth of a second a parameter to find out that
-    nothing is to be sent."""
+    """torch's, given what this rank has of parameters, gradients and state: an update of elements sends nothing, but
+    DTensor takes up to a tenth of a second for each parameter that is cut along two dimensions to find that out."""
 
+    # Private in torch 2.13, and the one place where all of them are lists.
     def _init_group(self, group, *lists):
         found = super()._init_group(group, *lists)
         for tensors in lists:
