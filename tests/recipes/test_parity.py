@@ -119,7 +119,7 @@ def test_a_copied_recipe_passes_as_a_person_starts_it(tmp_path, tiny):
     for step in result["steps"]:
         one, two = step["checksums"]
         assert one == two and step["loss_difference"] <= 1e-12 and step["same_rows"]
-        _, row = [line for line in lines if line.startswith("|") and line.split()[1] == str(step["step"])]
+        [row] = [line for line in lines if line.startswith("|") and line.split()[1] == str(step["step"])]
         assert f"{step['loss'][0]:#.16g}" in row and f"{step['loss'][1]:#.16g}" in row and row.count(one[:8]) == 2
     assert 0 <= result["weight_difference"] <= 1e-10
     names = ["layout_1.txt", "one_process.txt", "parity.json", "parity.md"]
