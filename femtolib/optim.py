@@ -49,11 +49,14 @@ class AdamW(torch.optim.AdamW):
     """torch's, given what this rank has of parameters, gradients and state: an update of elements sends nothing, but
     DTensor takes up to a tenth of a second for each parameter that is cut along two dimensions to find that out."""
 
-    # Private in torch 2.13, and the one place where all of them are lists.
     def _init_group(self, group, *lists):
+        """Fills `lists`. (Private in torch 2.13, and the one place where all of them are at hand.)"""
         found = super()._init_group(group, *lists)
-        for tensors in lists:
-            tensors[:] = [local_part(tensor) for tensor in tensors]
+        # A compiled update is not the fused one. The compiler knows this method by name, and takes tensors for constants
+        # that are not parameters, gradients or state themselves.
+        if group["fused"]:
+            for tensors in lists:
+                tensors[:] = [local_part(tensor) for tensor in tensors]
         return found
 
 

@@ -4,6 +4,9 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from femtolib.attention import plan_attention
 from femtolib.compile import Compiler
@@ -11,7 +14,7 @@ from femtolib.errors import FemtoError
 from femtolib.loss import summed_cross_entropy
 from femtolib.model import Decoder
 from femtolib.model_config import ModelConfig
-from femtolib.optim import build_optimizer, set_learning_rate
+from femtolib.optim import build_optimizer, set_learning_rate, training_tensors
 from femtolib.sections import CompileSection, OptimizerSection
 from femtolib.weights import initialize_weights
 
@@ -61,6 +64,43 @@ def test_a_compiled_training_is_the_same_from_few_graphs():
     for part in ("layer (graphs: 1)", "loss (graphs: 1)", "update ("):
         assert part in reports[0]
     assert reports[1:] == [None, None]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="code for a CPU is made by g++")
+@pytest.mark.parametrize(("name", "bound"), [("sgd", 1e-14), ("adamw", 1e-6)])
+def test_a_compiled_update_of_shards_is_that_of_whole_parameters(ranks, name, bound):
+    # Given parts, the compiler took the first step's gradients for constants.
+    section = OptimizerSection(name=name, lr=0.1, momentum=0.9 if name == "sgd" else 0.0)
+
+    def train(mesh: DeviceMesh | None) -> list[torch.Tensor]:
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            return distribute_tensor(tensor, mesh, [Shard(0)]) if mesh else tensor
+
+        random = torch.Generator().manual_seed(0)
+        model = torch.nn.Linear(4, 6, dtype=torch.float64)
+        for key, parameter in list(model.named_parameters()):
+            whole = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
+            setattr(model, key, torch.nn.Parameter(cut(whole)))
+        optimizer = build_optimizer(model, section)
+        if mesh:
+            Compiler(CompileSection(optimizer=True), CPU).step(optimizer)
+        for step in range(3):
+            for parameter in model.parameters():
+                parameter.grad = cut(torch.randn(parameter.shape, generator=random, dtype=torch.float64))
+            set_learning_rate(optimizer, 0.1 * (step + 1))
+            optimizer.step()
+        trained = training_tensors(model, optimizer)
+        return [value.full_tensor() if mesh and value.ndim else value for value in trained.values()]
+
+    def compare() -> list[float]:
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", (2,))
+        pairs = zip(train(mesh), train(None), strict=True)
+        return [float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in pairs]
+
+    for found in ranks(2, compare, seconds=240):
+        assert max(found) <= bound, found
 
 
 def test_a_missing_compiler_is_said_before_any_work(monkeypatch):
