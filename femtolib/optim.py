@@ -52,8 +52,8 @@ class AdamW(torch.optim.AdamW):
     def _init_group(self, group, *lists):
         """Fills `lists`. (Private in torch 2.13, and the one place where all of them are at hand.)"""
         found = super()._init_group(group, *lists)
-        # A compiled update is not the fused one. The compiler knows this method by name, and takes tensors for constants
-        # that are not parameters, gradients or state themselves.
+        # A compiled update is not the fused one. The compiler knows this method by name, and takes for a constant what
+        # is no parameter, gradient or state itself.
         if group["fused"]:
             for tensors in lists:
                 tensors[:] = [local_part(tensor) for tensor in tensors]
