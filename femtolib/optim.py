@@ -24,15 +24,11 @@ class SGD(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure=None):
-        """One update; `closure`, if any, computes the loss that is returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self):
         for group in self.param_groups:
-            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for parameter in trained:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
                 weight, change = local_part(parameter), local_part(parameter.grad)
                 if group["momentum"]:
                     state = self.state[parameter]
@@ -42,7 +38,6 @@ class SGD(torch.optim.Optimizer):
                 if group["weight_decay"]:
                     weight.mul_(1 - group["lr"] * group["weight_decay"])
                 weight.sub_(change * group["lr"])
-        return loss
 
 
 class AdamW(torch.optim.AdamW):
