@@ -41,13 +41,14 @@ WATCHDOG = 60  # seconds in which a killed run must have ended
 START = 240  # and a run that is not killed must have come to its next line
 
 
-def overrides(output: Path, asynchronous: bool) -> list[str]:
-    """What makes configs/tiny/pretrain.yaml the run that is killed; 4 or 2 micro-batches a step on 2 or 4 ranks."""
+def overrides(output: Path, ranks: int, asynchronous: bool) -> list[str]:
+    """What makes configs/tiny/pretrain.yaml the run that is killed: two micro-batches a step, a model of one layer."""
     return [
         f"output_dir={output}",
         "dtype=float64",
         "param_dtype=float64",
-        "micro_batch_size=1",
+        f"micro_batch_size={4 // ranks}",
+        "model.num_hidden_layers=1",
         f"max_steps={STEPS}",
         f"validate_every={VALIDATE_EVERY}",
         f"checkpoint={{every: {SAVE_EVERY}, keep_last: 1, async_save: {str(asynchronous).lower()}}}",
@@ -316,7 +317,7 @@ def starter(
 ) -> Callable[[], FemtoRun]:
     """What starts the run of this output, again and again by the same command."""
     output.parent.mkdir()
-    words = ["--config", "configs/tiny/pretrain.yaml", *overrides(output, asynchronous)]
+    words = ["--config", "configs/tiny/pretrain.yaml", *overrides(output, ranks, asynchronous)]
     return lambda: FemtoRun(ranks, words, output.parent, recipe)
 
 

@@ -52,7 +52,7 @@ def starter(matrix, start_ranks) -> Callable:
     """`starter(recipe, ranks, asynchronous, output)`: what starts that run, forked."""
     config = Path("configs/tiny/pretrain.yaml")
     return lambda recipe, ranks, asynchronous, output: (
-        lambda: Ranks(start_ranks(ranks, config, *matrix.overrides(output, asynchronous), recipe=recipe))
+        lambda: Ranks(start_ranks(ranks, config, *matrix.overrides(output, ranks, asynchronous), recipe=recipe))
     )
 
 
