@@ -2,7 +2,6 @@
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -19,33 +18,46 @@ def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
     if logits.dtype != torch.float64:
         logits = logits.float()
     if isinstance(logits, DTensor):
-        return _CutCrossEntropy.apply(logits.to_local(), labels, logits.device_mesh)
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=NOT_TRAINED, reduction="sum")
+        return _SummedCrossEntropy.apply(logits.to_local(), labels, logits.device_mesh)
+    return _SummedCrossEntropy.apply(logits, labels, None)
 
 
-class _CutCrossEntropy(torch.autograd.Function):
-    """The same where each rank has logits [batch, sequence, vocabulary / tp]: the softmax's maximum and sum, and the
-    label's logit, are found by two small reductions over the ranks (Shoeybi et al. 2019, arXiv:1909.08053)."""
+class _SummedCrossEntropy(torch.autograd.Function):
+    """torch's own keeps log-probabilities for the backward pass, and makes two more tensors of their size there. This
+    one makes the gradient where they lie: logits are the largest tensors of a step. So it has one backward pass; torch
+    raises RuntimeError at a second.
+
+    Where each rank has logits [batch, sequence, vocabulary / tp], the maximum and sum of the softmax, and the label's
+    logit, are found by two small reductions over the ranks (Shoeybi et al. 2019, arXiv:1909.08053).
+    """
 
     @staticmethod
-    def forward(ctx, logits: torch.Tensor, labels: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        group, width = mesh.get_group(), logits.shape[-1]
-        largest = logits.amax(-1, keepdim=True)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-        exponentials = (logits - largest).exp_()
-        own = labels - mesh.get_local_rank() * width  # the label's place among this rank's logits
-        is_own = (own >= 0) & (own < width)
-        own = own.clamp(0, width - 1).unsqueeze(-1)
-        at_label = (logits - largest).gather(-1, own).squeeze(-1).where(is_own, 0)
-        sums = torch.stack((exponentials.sum(-1), at_label))
-        dist.all_reduce(sums, group=group)
-        total, at_label = sums
+    def forward(ctx, logits: torch.Tensor, labels: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
         trained = labels != NOT_TRAINED
-        ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), own, is_own, trained)
-        return (total.log() - at_label).where(trained, 0).sum()
+        if mesh is None:
+            is_own, own = trained, labels.where(trained, 0).unsqueeze(-1)
+            log_probabilities = logits.log_softmax(-1)
+            losses = -log_probabilities.gather(-1, own).squeeze(-1)
+        else:
+            group, width = mesh.get_group(), logits.shape[-1]
+            own = labels - mesh.get_local_rank() * width  # the label's place among this rank's logits
+            is_own = (own >= 0) & (own < width)
+            own = own.clamp(0, width - 1).unsqueeze(-1)
+            largest = logits.amax(-1, keepdim=True)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+            log_probabilities = logits - largest
+            at_label = log_probabilities.gather(-1, own).squeeze(-1).where(is_own, 0)
+            sums = torch.stack((log_probabilities.exp().sum(-1), at_label))
+            dist.all_reduce(sums, group=group)
+            log_total, at_label = sums[0].log(), sums[1]
+            log_probabilities -= log_total.unsqueeze(-1)
+            losses = log_total - at_label
+        ctx.save_for_backward(log_probabilities, own, is_own, trained)
+        return losses.where(trained, 0).sum()
 
     @staticmethod
     def backward(ctx, factor: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        softmax, own, is_own, trained = ctx.saved_tensors
-        gradient = softmax.scatter_add(-1, own, -is_own.unsqueeze(-1).to(softmax.dtype))
+        log_probabilities, own, is_own, trained = ctx.saved_tensors
+        gradient = log_probabilities.exp_()
+        gradient.scatter_add_(-1, own, -is_own.unsqueeze(-1).to(gradient.dtype))
         return gradient.mul_((factor * trained).unsqueeze(-1)), None, None

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from femtolib.loss import NOT_TRAINED, summed_cross_entropy
 
@@ -62,3 +63,33 @@ def test_a_batch_without_a_trained_token_has_loss_zero_and_gradient_zero():
     loss = summed_cross_entropy(logits, torch.full((3, 5), NOT_TRAINED))
     loss.backward()
     assert loss.item() == 0.0 and not logits.grad.any()
+
+
+def test_the_gradient_is_that_of_torchs_loss_made_where_the_log_probabilities_lie():
+    logits, labels = random_batch(torch.float64)
+    theirs, ours = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    loss = F.cross_entropy(theirs.flatten(0, 1), labels.flatten(), reduction="sum")
+    (0.3 * loss).backward()
+    loss = summed_cross_entropy(ours, labels)
+    (0.3 * loss).backward(retain_graph=True)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-14, atol=1e-16)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_step_of_the_loss_holds_logits_and_their_gradient_and_no_more(peak_bytes):
+    hidden, head = torch.randn(1, 64, 8, requires_grad=True), torch.randn(8, 5000)
+
+    def step() -> None:
+        logits = hidden @ head
+        loss = summed_cross_entropy(logits, torch.zeros(1, 64, dtype=torch.long))
+        del logits
+        loss.backward()
+
+    assert peak_bytes(step) < 2.1 * 64 * 5000 * 4
+
+
+def test_a_label_beyond_the_vocabulary_is_an_error():
+    logits, labels = random_batch(torch.float32)
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        summed_cross_entropy(logits, labels.where(labels < 0, 11))
