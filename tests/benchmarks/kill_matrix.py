@@ -276,10 +276,11 @@ class FemtoRun:
     def kill(self, victim: str | int, number: signal.Signals) -> None:
         pid = self._launcher.pid
         if victim != "launcher":
-            deadline = time.monotonic() + 10  # at start there may be no such rank yet
-            while (pid := self._processes().get(f"RANK={victim}")) is None and time.monotonic() < deadline:
+            deadline = time.monotonic() + START  # at start there may be no such rank yet
+            while (pid := self._processes().get(f"RANK={victim}")) is None:
                 if self._launcher.poll() is not None:
                     return
+                assert time.monotonic() < deadline, f"there is no rank {victim}: {self.screen()}"
                 time.sleep(0.002)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
