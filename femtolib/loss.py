@@ -15,6 +15,7 @@ def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
     In float32 at least: a bfloat16 log-softmax is off by half a percent. Logits whose vocabulary is cut over ranks
     (tensor parallelism) stay so: every rank gets the whole sum.
     """
+    assert logits.shape[:-1] == labels.shape, f"logits {[*logits.shape]} of labels {[*labels.shape]}"
     if logits.dtype != torch.float64:
         logits = logits.float()
     if isinstance(logits, DTensor):
@@ -24,8 +25,8 @@ def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
 
 class _SummedCrossEntropy(torch.autograd.Function):
     """torch's own keeps log-probabilities for the backward pass, and makes two more tensors of their size there. This
-    one makes the gradient where they lie: logits are the largest tensors of a step. So it has one backward pass; torch
-    raises RuntimeError at a second.
+    one makes the gradient where they lie: logits are the largest tensors of a step. So it has one backward pass and no
+    second derivative; torch raises RuntimeError at either.
 
     Where each rank has logits [batch, sequence, vocabulary / tp], the maximum and sum of the softmax, and the label's
     logit, are found by two small reductions over the ranks (Shoeybi et al. 2019, arXiv:1909.08053).
@@ -57,6 +58,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, factor: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if torch.is_grad_enabled():  # create_graph=True: what is done in place would be taken for a constant
+            raise RuntimeError("summed_cross_entropy has no second derivative")
         log_probabilities, own, is_own, trained = ctx.saved_tensors
         gradient = log_probabilities.exp_()
         gradient.scatter_add_(-1, own, -is_own.unsqueeze(-1).to(gradient.dtype))

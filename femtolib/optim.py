@@ -173,11 +173,10 @@ def compute_copy(masters: nn.Module, dtype: torch.dtype, accumulation_dtype: tor
 
 def hand_over_gradients(replica: nn.Module, masters: nn.Module, *, divide_by: float = 1.0) -> None:
     """Move the gradients of `replica` to `masters`, in their dtype, divided by what the loss was multiplied by."""
-    if replica is masters:
-        return
     for ours, theirs in zip(replica.parameters(), masters.parameters(), strict=True):
         if ours.grad is not None:
-            theirs.grad, ours.grad = ours.grad.to(theirs.dtype), None
+            if ours is not theirs:
+                theirs.grad, ours.grad = ours.grad.to(theirs.dtype), None
             if divide_by != 1:
                 theirs.grad /= divide_by
 

@@ -3,8 +3,9 @@
     femto run [--nproc-per-node 2] data_parallel_pretrain --config configs/llama_small.yaml [key=value …]
     femto run data_parallel_pretrain --config configs/llama_small.yaml processes=2     starts its processes itself
 
-Data parallel training is a broadcast of the weights at the start, a sum of the gradients after the backward pass, and
-nothing else. Here it stands in the open, without torch's DDP or FSDP: the sum is GradientSynchronizer's
+Data parallel training is a broadcast of the weights at the start (section 3), and in each step (section 8) two sums
+over the ranks: of the tokens that are trained, by which every loss is divided, and of the gradients, while the last
+backward pass goes on. Here they stand in the open, without torch's DDP or FSDP: the second is GradientSynchronizer's
 (femtolib/parallel/gradient_sync.py), and mixed precision is a copy of the weights in a smaller dtype. Batches, losses
 and checkpoints are those of distributed_pretrain, which is the one to take where a model outgrows a device.
 
@@ -210,7 +211,7 @@ def main(config: Config) -> int:
     else:
         world.attempt(lambda: load_weights(model, config.model.path))
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    broadcast_weights(model)
+    broadcast_weights(model)  # before copies are made of them; the synchronizer does it for the replica and its buffers
     replica = model
     if compute_dtype != param_dtype:
         accumulation_dtype = torch.float32 if config.accumulate_in == "float32" else compute_dtype
@@ -241,7 +242,7 @@ def main(config: Config) -> int:
     loss_scale = LossScale() if compute_dtype == torch.float16 else None
 
     # What is done to the gradients between their sum and the update, in this order; put your own here. They are whole
-    # and the same on every rank, so no rank needs to ask another. Returns the norm before any of it.
+    # and the same on every rank, so none of this needs a sum over ranks. Returns the norm before any of it.
     def transform_gradients() -> float:
         grad_norm = clip_gradients(model, config.max_grad_norm)
         if config.max_grad_value is not None:

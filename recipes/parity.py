@@ -277,6 +277,9 @@ def compare(one: Path, many: Path, bounds: dict[str, float], steps_wanted: int) 
             text = f"step {b['step']}: rank {rank} holds other parameters than rank {rank % part} ({hint})"
             faults.setdefault("parameters", text)
         steps.append(step)
+    for key in ("loss", "grad_norm"):
+        if ours and all(line[key] is None for line in (*theirs, *ours)):
+            faults[key] = f"no step has a {key}: nothing was compared"
     if not len(theirs) == len(ours) == steps_wanted:
         faults["steps"] = f"{len(theirs)} and {len(ours)} steps were logged, not {steps_wanted}"
     apart, name = weight_difference(one / "model", many / "model")
@@ -291,14 +294,16 @@ def read_metrics(output: Path) -> tuple[int, list[dict[str, Any]]]:
         lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError) as error:
         raise RunFailed(f"a run of {output.name} ended well, and left no metrics.jsonl to read: {error}") from None
-    copies = [(line.get("parallel") or {}).get("dp_replicate", 1) for line in lines if line["event"] == "start"]
+    parallel = [line.get("parallel") or {} for line in lines if line["event"] == "start"]
+    copies = max((layout.get("dp_replicate", 1) for layout in parallel), default=1)
     steps = [line for line in lines if line["event"] == "train"]
     for line in steps:
         if lacking := {"step", "loss", "grad_norm", "ledger", "parameters_digest"} - line.keys():
             raise RunFailed(f"the recipe's train lines lack {', '.join(sorted(lacking))}, which parity compares")
-        if not isinstance(line["parameters_digest"], list):
+        digests = line["parameters_digest"]
+        if not isinstance(digests, list) or not digests or len(digests) % copies:
             raise RunFailed("parameters_digest of the recipe's train lines should be a list, by rank")
-    return max(copies, default=1), steps
+    return copies, steps
 
 
 def difference(one: float | None, many: float | None) -> float:

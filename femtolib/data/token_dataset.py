@@ -129,7 +129,13 @@ class TokenDataset(Dataset):
             directory, number = self._shards[shard]
             arrays = map_shard(self.directories[directory], self._indexes[directory], number)
             # np.asarray: a memmap's slices are memmaps too, and take 3 µs each to make.
-            self._arrays[shard] = np.asarray(arrays["tokens"]), np.asarray(arrays["document_starts"])
+            tokens, starts = np.asarray(arrays["tokens"]), np.asarray(arrays["document_starts"])
+            if len(starts) and (starts[0] != 0 or starts[-1] >= len(tokens) or (starts[1:] <= starts[:-1]).any()):
+                raise FemtoError(
+                    f"{self.directories[directory]}: shard {number} has documents that do not follow each other: the "
+                    "files are damaged; `femto validate --deep` says which"
+                )
+            self._arrays[shard] = tokens, starts
         return self._arrays[shard]
 
     def _refuse_no_row(self) -> None:

@@ -77,7 +77,9 @@ def _wait(ranks: list) -> int:
             if failed is None and rank.exitcode:
                 failed, deadline = rank.exitcode, time.monotonic() + _GRACE
                 if failed < 0:
-                    print(f"error: rank {number} was ended by {signal.Signals(-failed).name}", file=sys.stderr)
+                    names = {known.value: known.name for known in signal.Signals}
+                    ended_by = names.get(-failed, f"signal {-failed}")
+                    print(f"error: rank {number} was ended by {ended_by}", file=sys.stderr)
         if not alive or (deadline and time.monotonic() > deadline):
             break
         left = None if deadline is None else max(0, deadline - time.monotonic())

@@ -183,11 +183,15 @@ def set_timeout(group: dist.ProcessGroup, seconds: int) -> None:
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
 
+# Who waits for work in the background gets gloo's words without the place in gloo that said them.
+_OF_A_GROUP = "gloo|NCCL|c10d|ProcessGroup|pair closure|by peer"
+
+
 def lost_contact(error: BaseException) -> str | None:
     """What to tell of an error that only says that another rank has gone or is late; None for any other error."""
     if not isinstance(error, RuntimeError) or not dist.is_initialized():
         return None
-    if not isinstance(error, dist.DistError) and not re.search("gloo|NCCL|c10d|ProcessGroup", str(error)):
+    if not isinstance(error, dist.DistError) and not re.search(_OF_A_GROUP, str(error)):
         return None
     if re.search("(?i)timed out|timeout", str(error)):
         return "waited longer than process_group_timeout allows for another rank, which hangs or is slow"

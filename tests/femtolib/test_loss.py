@@ -75,6 +75,8 @@ def test_the_gradient_is_that_of_torchs_loss_made_where_the_log_probabilities_li
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-14, atol=1e-16)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(summed_cross_entropy(ours, labels), ours, create_graph=True)
 
 
 def test_a_step_of_the_loss_holds_logits_and_their_gradient_and_no_more(peak_bytes):
@@ -93,3 +95,5 @@ def test_a_label_beyond_the_vocabulary_is_an_error():
     logits, labels = random_batch(torch.float32)
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
         summed_cross_entropy(logits, labels.where(labels < 0, 11))
+    with pytest.raises(AssertionError, match=r"logits \[3, 5, 11\] of labels \[3, 4\]"):
+        summed_cross_entropy(logits, labels[:, :4])

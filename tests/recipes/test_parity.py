@@ -271,13 +271,24 @@ def prepared(tmp_path):
 
 def test_a_run_that_leaves_nothing_to_compare_is_told_in_a_line(prepared, tmp_path):
     prepared()
-    for content in (None, "no JSON\n", '{"event": "train", "step": 1, "loss": 1.0, "grad_norm": 1.0, "ledger": "l", '
-                    '"parameters_digest": "ab"}\n'):  # fmt: skip
+    start = '{"event": "start", "parallel": {"dp_replicate": 2}}\n'
+    step = '{"event": "train", "step": 1, "loss": 1.0, "grad_norm": 1.0, "ledger": "l", "parameters_digest": '
+    for content in (None, "no JSON\n", f'{step}"ab"}}\n', f'{start}{step}["a"]}}\n'):
         (tmp_path / "many/metrics.jsonl").unlink(missing_ok=True)
         if content:
             (tmp_path / "many/metrics.jsonl").write_text(content)
         with pytest.raises(RunFailed, match=r"metrics\.jsonl to read|a list, by rank"):
             parity.compare(tmp_path / "one", tmp_path / "many", {"loss": 1.0, "grad_norm": 1.0, "weights": 1.0}, 2)
+
+
+def test_runs_without_a_loss_are_not_alike(prepared, tmp_path):
+    prepared()
+    for name in ("one", "many"):
+        path = tmp_path / name / "metrics.jsonl"
+        path.write_text(path.read_text().replace('"loss": 5.0', '"loss": null'))
+    bounds = {"loss": 1e-12, "grad_norm": 1e-12, "weights": 1e-10}
+    found = parity.compare(tmp_path / "one", tmp_path / "many", bounds, 2)["faults"]
+    assert found == ["no step has a loss: nothing was compared"]
 
 
 def test_what_no_test_run_shows_is_told_on_prepared_ones(prepared, tmp_path):

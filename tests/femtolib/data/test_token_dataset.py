@@ -105,6 +105,15 @@ def test_an_id_that_the_tokenizer_does_not_have_is_told_with_its_row(store, rows
         dataset[1]
 
 
+@pytest.mark.parametrize("rows", ["stream", "padded"])
+@pytest.mark.parametrize("starts", [[1, 3], [0, 0], [0, -1], [0, 6], [0, 10**15]])
+def test_documents_that_do_not_follow_each_other_are_damage(store, rows, starts):
+    directory = store("one", [[[1, 2, EOS], [3, 4, EOS]]])
+    write_shard(directory, 0, np.array([1, 2, EOS, 3, 4, EOS], np.uint16), np.array(starts, np.int64))
+    with pytest.raises(FemtoError, match=r"one: shard 0 has documents that do not follow each other: .*--deep"):
+        TokenDataset([directory], rows=rows, seq_len=2)[0]
+
+
 def test_padded_rows_are_documents(store):
     documents = _documents([1, 2, 5, 6, 9])
     cut = [store("one", [documents[:1], documents[1:3]]), store("two", [documents[3:]])]

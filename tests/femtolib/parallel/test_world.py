@@ -130,6 +130,8 @@ def test_ranks_wait_for_a_slow_disk_longer_than_for_a_slow_step(ranks):
             world.sum(1)
         except RuntimeError as error:
             told = lost_contact(error)
+        in_background = lost_contact(RuntimeError("Application timeout caused pair closure"))
+        assert in_background.startswith("waited longer than process_group_timeout")
         return [told, lost_contact(RuntimeError("a shape is wrong")), lost_contact(ValueError("gloo"))]
 
     results = ranks(2, on_a_rank, seconds=60)
