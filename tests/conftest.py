@@ -542,7 +542,7 @@ def start_ranks(write_config, tmp_path_factory) -> Iterator[Callable[..., Runnin
         if not running.ended:
             running.end()
     launcher.stdin.close()
-    launcher.wait(10)
+    launcher.wait(60)
 
 
 @pytest.fixture(scope="session")

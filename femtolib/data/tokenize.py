@@ -158,7 +158,7 @@ def _write(
 
     workers = workers or len(os.sched_getaffinity(0))
     running = deque()
-    progress = tqdm(desc="tokenizing", unit="B", unit_scale=True, mininterval=0.5, file=sys.stderr, disable=None)
+    progress = tqdm(desc="tokenizing", unit="B", unit_scale=True, mininterval=0.5, file=sys.stderr)
     with progress, _own_threads_only(), ThreadPoolExecutor(workers) as pool:
         try:
             for part, batch in _batches(sieve.readable(documents), part_of):

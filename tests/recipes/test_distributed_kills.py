@@ -23,10 +23,12 @@ def matrix() -> ModuleType:
 
 
 class Ranks:
-    """A run without a launcher, in the words of kill_matrix.Process."""
+    """A run without a launcher, in the words of kill_matrix.Process. As a launcher would, it ends the others where one
+    was killed: who has not met it yet waits for it."""
 
     def __init__(self, running):
         self._running = running
+        self._killed_since: float | None = None
 
     def kill(self, victim: int, number: signal.Signals) -> None:
         self._running.signal(number, victim)
@@ -36,7 +38,11 @@ class Ranks:
 
     def exit_code(self) -> int | None:
         codes = set(self._running.exit_codes)
-        return None if None in codes else codes.pop() if len(codes) == 1 else 1
+        if -signal.SIGKILL in codes:
+            self._killed_since = self._killed_since or time.monotonic()
+            if None in codes and time.monotonic() - self._killed_since > 20:
+                self._running.signal(signal.SIGKILL)
+        return None if None in codes else codes.pop() if len(codes) == 1 and -signal.SIGKILL not in codes else 1
 
     def screen(self) -> str:
         return "\n".join(f"{path.name}:\n{path.read_text()}" for path in self._running.folder.glob("std*"))
