@@ -13,7 +13,7 @@ def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
 
     `logits` [batch, sequence, vocabulary], `labels` [batch, sequence]; NOT_TRAINED marks positions that do not count.
     In float32 at least: a bfloat16 log-softmax is off by half a percent. Logits whose vocabulary is cut over ranks
-    (tensor parallelism) stay so: every rank gets the whole sum.
+    (tensor parallelism) stay so: every rank gets the whole sum. It has one backward pass and no second derivative.
     """
     assert logits.shape[:-1] == labels.shape, f"logits {[*logits.shape]} of labels {[*labels.shape]}"
     if logits.dtype != torch.float64:
@@ -25,8 +25,8 @@ def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
 
 class _SummedCrossEntropy(torch.autograd.Function):
     """torch's own keeps log-probabilities for the backward pass, and makes two more tensors of their size there. This
-    one makes the gradient where they lie: logits are the largest tensors of a step. So it has one backward pass and no
-    second derivative; torch raises RuntimeError at either.
+    one makes the gradient where they lie: logits are the largest tensors of a step. A second backward pass, and a
+    second derivative, raise RuntimeError.
 
     Where each rank has logits [batch, sequence, vocabulary / tp], the maximum and sum of the softmax, and the label's
     logit, are found by two small reductions over the ranks (Shoeybi et al. 2019, arXiv:1909.08053).

@@ -23,8 +23,8 @@ def matrix() -> ModuleType:
 
 
 class Ranks:
-    """A run without a launcher, in the words of kill_matrix.Process. As a launcher would, it ends the others where one
-    was killed: who has not met it yet waits for it."""
+    """A run without a launcher, in the words of kill_matrix.Process. Where a rank is killed before any has said a word,
+    it ends the others, as a launcher would: who has not met that one yet waits for it. Later they must notice."""
 
     def __init__(self, running):
         self._running = running
@@ -40,9 +40,12 @@ class Ranks:
         codes = set(self._running.exit_codes)
         if -signal.SIGKILL in codes:
             self._killed_since = self._killed_since or time.monotonic()
-            if None in codes and time.monotonic() - self._killed_since > 20:
+            if None in codes and time.monotonic() - self._killed_since > 20 and not self._said_anything():
                 self._running.signal(signal.SIGKILL)
         return None if None in codes else codes.pop() if len(codes) == 1 and -signal.SIGKILL not in codes else 1
+
+    def _said_anything(self) -> bool:
+        return any(path.stat().st_size for path in self._running.folder.glob("std*"))
 
     def screen(self) -> str:
         return "\n".join(f"{path.name}:\n{path.read_text()}" for path in self._running.folder.glob("std*"))
