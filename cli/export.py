@@ -7,6 +7,7 @@ checkpoint is compared with its digest first. One tensor is in memory at a time.
 """
 
 import argparse
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,10 @@ def main(argv: list[str]) -> int:
 
 
 def _bytes(text: str) -> int:
-    number = float(text)
-    if not 1 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: should be a number of bytes, at least 1")
-    return int(number)
+    with contextlib.suppress(ValueError):
+        if 1 <= (number := float(text)) < float("inf"):
+            return int(number)
+    raise argparse.ArgumentTypeError(f"{text}: should be a number of bytes, at least 1")
 
 
 def _find(path: Path) -> Path:

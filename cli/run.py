@@ -169,6 +169,8 @@ def load_recipe(path: Path) -> ModuleType:
 
 def _import_file(path: Path) -> ModuleType:
     file = path.resolve()
+    if "." in file.stem:  # a process that it starts would look for a package
+        raise FemtoError(f"{path}: a recipe is imported, so its name may have no dot but that of .py; rename it")
     name = file.stem if file.stem not in sys.modules else f"recipe_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)

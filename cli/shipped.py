@@ -53,8 +53,9 @@ def find_config(name: str) -> Path:
 
 
 def configs_of(recipe: str) -> list[str]:
-    """Names of the shipped configs whose first line runs `recipe`."""
-    return [name for name, path in configs().items() if recipe_of(path) == recipe]
+    """Names of the shipped configs whose first line runs `recipe`, and of the one that its docstring names."""
+    own = config_of(recipes()[recipe]) if recipe in recipes() else None
+    return [name for name, path in configs().items() if name == own or recipe_of(path) == recipe]
 
 
 def recipe_of(config: Path) -> str | None:

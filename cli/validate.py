@@ -11,11 +11,12 @@ import contextlib
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from femto.parser import Parser
 from femto.run import load_recipe, locate_config, processes_per_node, refuse_options, refuse_processes, split
-from femto.shipped import find_config, find_recipe
+from femto.shipped import find_recipe
 from femtolib.errors import FemtoError
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def main(argv: list[str]) -> int:
         if trains:
             numbers = _check_training(config, layout, arguments.show, arguments.deep)
         else:
-            numbers = _check_preparation(config)
+            numbers = _check_preparation(recipe, config)
     if arguments.json:
         print(json.dumps({key: numbers.get(key) for key in ("parameters", "steps", "tokens_per_step", "parallel")}))
     else:
@@ -84,9 +85,8 @@ def _check_layout(config: "ConfigModel", options: list[str]) -> "ParallelDims":
     return layout
 
 
-def _check_preparation(config) -> dict[str, int | None]:
-    """Look for the files that a recipe which makes data or tokenizers names, or the recipe and config of parity."""
-    from femtolib.config import load_config
+def _check_preparation(recipe: ModuleType, config: "ConfigModel") -> dict[str, int | None]:
+    """Look for the files that a recipe which makes data or tokenizers names; of parity, validate what it is to run."""
     from femtolib.data.documents import find_files
     from femtolib.data.tokenizer import load_tokenizer
 
@@ -94,8 +94,12 @@ def _check_preparation(config) -> dict[str, int | None]:
         load_tokenizer(tokenizer, getattr(config, "eos_token", None))
     if patterns := getattr(config, "input", None):
         print(f"input: {len(find_files(patterns)):,} files")
-    if all(hasattr(config, key) for key in ("recipe", "config", "overrides")):
-        load_config(load_recipe(find_recipe(config.recipe)).Config, find_config(config.config), config.overrides)
+    if all(hasattr(config, key) for key in ("recipe", "config", "layouts")):
+        keys = recipe.keys_of(config)
+        for number, layout in enumerate(config.layouts, 1):
+            command = recipe.command_of(config, layout, keys, config.output_dir / f"layout_{number}")
+            print(f"{layout}:")
+            main(command[1:])
     return {}
 
 
@@ -207,10 +211,10 @@ def _describe_layout(layout: "ParallelDims", model, seq_len: int) -> str:
     count = prod(sizes)
     if count > 1:
         lines.append(f"{'rank':>6}  {'copy':9}  {'shard':9}  {'rows':9}  {'matrices':9}  tokens of a row")
-    for rank in range(count) if count > 1 else []:
-        if count > 16 and 8 <= rank < count - 1:
-            lines += ["     …"] * (rank == 8)
-            continue
+    shown = range(count) if 1 < count <= 16 else [*range(8), count - 1] if count > 1 else []
+    for rank in shown:
+        if count > 16 and rank == count - 1:
+            lines.append("     …")
         rest, tp = divmod(rank, layout.tp)
         rest, cp = divmod(rest, layout.cp)
         copy, dp_shard = divmod(rest, layout.dp_shard)
@@ -245,7 +249,7 @@ def _show_rows(dataset, sampler, count: int, *, document_mask: bool) -> None:
     tokenizer = load_tokenizer(dataset.tokenizer_directory)
     batches = make_loader(dataset, sampler, document_mask=document_mask)
     rows = (row for batch in batches for row in zip(batch.rows, batch.labels.tolist(), strict=False))
-    for index, labels in islice(rows, count):
+    for index, labels in islice(rows, min(count, sys.maxsize)):
         tokens = dataset[index].tokens.tolist()
         trained = [False] + [label != NOT_TRAINED for label in labels]
         print(f"row {index}: {len(tokens)} tokens, {sum(trained)} trained")

@@ -399,8 +399,8 @@ def _incomplete(path: Path) -> str | None:
         return "its manifest.json is not one that femto wrote"
     except FemtoError as error:
         return str(error)
-    absent = {"state.json", ".metadata"} - set(files)
-    return f"its manifest does not list {absent.pop()}" if absent else None
+    absent = {"state.json", ".metadata", *(file.name for file in path.glob("*.distcp"))} - set(files)
+    return f"its manifest does not list {min(absent)}" if absent else None
 
 
 def _stay_inside(folder: Path, name: str) -> None:

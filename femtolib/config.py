@@ -10,6 +10,7 @@ import difflib
 import json
 import os
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable
@@ -155,6 +156,10 @@ def load_config(model: type[ConfigType], path: Path, overrides: typing.Sequence[
         config = model.model_validate(raw.values, context={"folder": path.resolve().parent})
     except ValidationError as error:
         faults += [line for fault in error.errors() for line in _describe(fault, model, raw)]
+        this = Path(getattr(sys.modules.get(model.__module__), "__file__", "")).stem
+        in_file = any(fault.startswith(f"{path}:") and ": unknown key " in fault for fault in faults)
+        if in_file and raw.recipe and Path(raw.recipe).stem != this:
+            faults.append(f"{path}: is of {raw.recipe}, by its first line: remove the keys that this recipe has not")
     if faults:
         raise FemtoError(*dict.fromkeys(faults))
     return config
@@ -202,10 +207,12 @@ def show(value: Any) -> str:
 
 @dataclass
 class _Raw:
-    """A config as read: its values, for each dotted key where it was written, and the keys that stand twice."""
+    """A config as read: its values, the recipe it was written for, for each dotted key where it was written, and the
+    keys that stand twice."""
 
     path: Path
     values: dict[str, Any]
+    recipe: str | None
     where: dict[str, str] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
 
@@ -326,7 +333,8 @@ def _read(path: Path) -> _Raw:
         values = {}
     if not isinstance(values, dict):
         raise FemtoError(f"{path}: a config is a mapping of keys to values, not {show(values)}")
-    raw = _Raw(path, values, faults=duplicates)
+    first = text.partition("\n")[0].partition(" --config ")[0].split()  # `# femto run [options] RECIPE`
+    raw = _Raw(path, values, recipe=first[-1] if first[:3] == ["#", "femto", "run"] else None, faults=duplicates)
     if isinstance(node, yaml.MappingNode):
         _note_lines(node, "", raw)
     return raw

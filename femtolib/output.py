@@ -89,7 +89,9 @@ def check_output(output_dir: Path, *, data: Iterable[str], sources: Iterable[Pat
         for path in (output_dir / name for name in ("checkpoints", "profile", "tensorboard")):
             if path.exists() and not path.is_dir():
                 faults.append(f"{path} is not a folder")
-        for path in (output_dir / name for name in ("config.yaml", "metrics.jsonl", "samples-rank0.jsonl")):
+        for path in (
+            output_dir / name for name in ("config.yaml", ".config.yaml", "metrics.jsonl", "samples-rank0.jsonl")
+        ):
             if path.is_dir():
                 faults.append(f"{path} is a folder")
     if faults:
@@ -166,17 +168,24 @@ def decide_start(
         raise FemtoError(f"resume: never, but {output_dir} holds a run; choose a new output_dir or resume=auto")
     if resume == "must" and not exists:
         raise FemtoError(f"resume: must, but {output_dir} holds no run")
+    metrics = output_dir / "metrics.jsonl"
+    for path in (output_dir / "checkpoints").glob("step_*"):
+        step = path.name.removeprefix("step_")
+        if path not in checkpoints and step.isdecimal() and was_logged(metrics, "checkpoint", int(step)):
+            raise FemtoError(
+                f"{path}: this run has saved it, and its manifest.json is gone; remove it to do without it"
+            )
     if isinstance(resume, Path):
         checkpoint = resume
     elif checkpoints:
         checkpoint = checkpoints[-1]
     else:
-        if was_logged(output_dir / "metrics.jsonl", "checkpoint"):
+        if was_logged(metrics, "checkpoint"):
             raise FemtoError(
                 f"output_dir: {output_dir} holds a run whose checkpoints are gone; a new one would replace its metrics "
                 "and model: choose a new output_dir, or remove this one"
             )
-        if resume == "auto" and (first := began_at(output_dir / "metrics.jsonl")) is not None:
+        if resume == "auto" and (first := began_at(metrics)) is not None:
             raise FemtoError(
                 f"output_dir: {output_dir} holds a run that began with a checkpoint of step {first} and ended before "
                 "its first save: name that checkpoint again (resume=PATH), or choose a new output_dir"
@@ -196,7 +205,7 @@ def decide_start(
         if not isinstance(state.get(name), kind):
             raise FemtoError(f"{checkpoint / 'state.json'}: {name} is {show(state.get(name))}: not a run's state")
     _check_same_run(state, config, identity, steps, must=resume == "must")
-    end = last_event(output_dir / "metrics.jsonl")
+    end = last_event(metrics)
     completed = end.get("event") == "end" and end.get("reason") == "completed" and end.get("step") == steps
     finished = state["step"] == steps and completed and (output_dir / "model" / "config.json").exists()
     return Start(checkpoint, state, finished)

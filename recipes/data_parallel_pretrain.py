@@ -250,9 +250,9 @@ def main(config: Config) -> int:
         return grad_norm
 
     # ── 5 Resume ──────────────────────────────────────────────────────────────────────────────────────────────────────
-    # Tensors come from the checkpoint, on whatever layout they were saved, and every rank reads all of them; everything
-    # else comes from its state.json. A changed config is refused where it would change what is trained: a run that goes
-    # on must be the run that was stopped.
+    # Tensors come from the checkpoint, on whatever layout they were saved, and every rank reads all of them, so that no
+    # broadcast is needed; everything else comes from its state.json. A changed config is refused where it would change
+    # what is trained: a run that goes on must be the run that was stopped.
     output_dir = config.output_dir
     recipe_digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     identity = {"data": dataset.digest, "model": asdict(model_config)}
@@ -394,7 +394,8 @@ def main(config: Config) -> int:
     # lands. Averaging the micro-batches' or the ranks' means instead would favour the tokens of short rows. That number
     # comes from one small sum over all ranks, which also tells them of a stop and makes the batch's digest. What a rank
     # gets from its rows is then a part of the batch's gradient, and their sum over the ranks is the whole. It is made
-    # once a step, while the last micro-batch's backward pass goes on.
+    # once a step, while the last micro-batch's backward pass goes on. A rank whose rows are all empty makes that pass,
+    # too: its gradients are zeros, and the others wait for them.
     batches = iter(load_rows(dataset, sampler))
     profiler = None
     stopping = validation_owed
@@ -433,7 +434,9 @@ def main(config: Config) -> int:
             hand_over_gradients(replica, model, divide_by=scale)
             grad_norm = transform_gradients()
             overflowed = world.any(not math.isfinite(grad_norm)) if loss_scale else False
-            if overflowed and math.isfinite(loss) and scale > 1:  # too large for float16: half of it may do
+            if overflowed and math.isfinite(loss) and scale > 1:
+                # The loss is finite, its gradients times `scale` are more than float16 holds (65,504). No rank updates
+                # its weights, since one flag says so to all; the next step is tried with half the scale.
                 grad_norm = None
             elif not (math.isfinite(loss) and math.isfinite(grad_norm)):  # stop before the update that would spread it
                 raise not_finite(

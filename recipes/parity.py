@@ -16,6 +16,7 @@ much as that is allowed where it is more than `tolerance`. What people edit firs
 import contextlib
 import json
 import math
+import os
 import re
 import shlex
 import shutil
@@ -71,8 +72,6 @@ def main(config: Config) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, which ends the run of the moment first
     check_output(config.output_dir, data=[], sources=[])
     keys = keys_of(config)
-    if unknown := {f"parallel.{key}" for layout in config.layouts for key in layout.parallel or {}} - keys:
-        raise FemtoError(f"layouts: {config.recipe} has no key {', '.join(sorted(unknown))}; its --help lists them")
     names = ["one_process", *["control"] * config.control]
     names += [f"layout_{number}" for number in range(1, len(config.layouts) + 1)]
     files = ["parity.json", "parity.md", *(f"{name}.txt" for name in names)]
@@ -95,9 +94,9 @@ def main(config: Config) -> int:
             code = run(command, layout, config.steps, output, config.output_dir / f"{name}.txt")
             shown = f"{layout}, rows in reverse" if name == "control" else str(layout)
             text += ["", f"## {shown}", "", f"    {shlex.join(['femto', *command])}"]
+            if code and name in ("one_process", "control"):  # there is nothing to hold the layouts against
+                return EXIT_USER if code == EXIT_USER else EXIT_FAILED
             if name == "one_process":
-                if code:
-                    return EXIT_USER if code == EXIT_USER else EXIT_FAILED
                 continue
             result = {"layout": shown, "exit_code": code, "faults": [], "steps": []}
             if code == EXIT_DONE:
@@ -154,6 +153,8 @@ def keys_of(config: Config) -> set[str]:
         needed |= {"global_batch_size", "micro_batch_size"}
     if lacking := needed - keys:
         raise FemtoError(f"recipe: {config.recipe} has no key {', '.join(sorted(lacking))}, which parity sets")
+    if unknown := {f"parallel.{key}" for layout in config.layouts for key in layout.parallel or {}} - keys:
+        raise FemtoError(f"layouts: {config.recipe} has no key {', '.join(sorted(unknown))}; its --help lists them")
     return keys
 
 
@@ -217,6 +218,9 @@ def reversed_command(command: list[str], config: Config, scratch: Path) -> list[
     source = Path(config.recipe) if is_path else Path(__file__).with_name(f"{config.recipe}.py")
     copy = scratch / source.name
     copy.write_text(source.read_text(encoding="utf-8") + REVERSED, encoding="utf-8")
+    if is_path:  # what the recipe imports from beside itself is not beside its copy
+        before = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(source.resolve().parent), *before])
     command = [str(copy) if word == config.recipe else word for word in command]
     return [*command, f"micro_batch_size={rows}"]
 

@@ -134,6 +134,9 @@ class StatefulDistributedSampler:
 
         Raises FemtoError, naming both values, for a state of another order, or one that ends inside a batch of ours.
         """
+        saved = {name: state.get(name) for name in ("consumed_rows", "rows", "seed")}
+        if not all(type(value) is int for value in saved.values()) or saved["consumed_rows"] < 0:
+            raise FemtoError("data: the checkpoint's state of the sampler is not what a run has saved")
         faults = [
             f"data: the checkpoint's order was made with {name} {state[name]}, this run's with {getattr(self, name)}: "
             f"restore {name} to continue it, or start anew in another output_dir"

@@ -30,10 +30,10 @@ class GradientSynchronizer:
     """Adds the gradients of `model` over the ranks of `process_group` (None: all ranks).
 
     Making one broadcasts parameters and buffers from the group's rank 0, after a check that all ranks have the same
-    ones (else FemtoError, on all of them). From then on `backward()` starts the sums, and `finish()`, to be called
-    before the gradients are used, waits for them. Of several micro-batches all but the last go inside `no_sync()`. In a
-    group of one nothing is done. Parameters that are frozen now stay out of it. Gradients may be views into buckets,
-    which the next pass writes to. A model has one synchronizer, for good.
+    ones (else FemtoError, on all of them; also for an argument that means nothing). From then on `backward()` starts
+    the sums, and `finish()`, to be called before the gradients are used, waits for them. Of several micro-batches all
+    but the last go inside `no_sync()`. In a group of one nothing is done. Parameters that are frozen now stay out of
+    it. Gradients may be views into buckets, which the next pass writes to. A model has one synchronizer, for good.
 
     What `finish()` leaves is the sum over all ranks: clear it before the next step. A backward pass that adds to it
     would have it summed again, once for each rank.
@@ -60,6 +60,10 @@ class GradientSynchronizer:
         find_unused_parameters: bool = False,
         static_graph: bool = False,
     ):
+        if not 0 <= bucket_mb < float("inf"):
+            raise FemtoError(f"bucket_mb: {bucket_mb} should be a size, 0 or more")
+        if communication_dtype is not None and not communication_dtype.is_floating_point:
+            raise FemtoError(f"communication_dtype: {communication_dtype} holds no gradients; bfloat16 or float32 does")
         self._group, self._overlap, self._dtype = process_group, overlap, communication_dtype
         self._bucket_bytes = bucket_mb * 2**20
         self._find_unused, self._static = find_unused_parameters, static_graph
@@ -222,7 +226,7 @@ class GradientSynchronizer:
             fault = f"static_graph: not as in the first pass is whether there is a gradient for {shown}"
             raise RunFailed(f"{fault}; leave static_graph off", agreed=True)
         remedy = "with find_unused_parameters it counts as zero"
-        raise RunFailed(f"no gradient, because no row of these ranks touched it, for {shown}; {remedy}", agreed=True)
+        raise RunFailed(f"no gradient from any row since the last finish(), for {shown}; {remedy}", agreed=True)
 
     # ── Buckets ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

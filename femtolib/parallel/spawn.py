@@ -47,7 +47,7 @@ def spawn(main: Callable[[ConfigModel], int | None], config: ConfigModel, proces
     `main` must be importable by its module's name. SIGTERM and SIGINT to this process go on to every rank.
     """
     with tempfile.TemporaryDirectory(prefix="femto-") as folder:
-        arguments = (os.getpid(), f"file://{folder}/rendezvous", processes, main, config)
+        arguments = (os.getpid(), f"{folder}/rendezvous", processes, main, config)
         ranks: list = []
 
         def pass_on(number: int, _) -> None:

@@ -65,12 +65,14 @@ class World:
                     )
                 torch.cuda.set_device(world.local_rank)
             try:
-                place = os.environ.get("FEMTO_RENDEZVOUS", "env://")
+                place, store = os.environ.get("FEMTO_RENDEZVOUS"), None
+                if place:  # not as a URL, which would end at a # in the path
+                    store = dist.FileStore(place, world.size)
+                    store.set_timeout(max(timeout, _GATHERING))
                 ranks = {"rank": world.rank, "world_size": world.size}
-                dist.init_process_group(backend, place, max(timeout, _GATHERING), **ranks)
+                dist.init_process_group(backend, None, max(timeout, _GATHERING), store=store, **ranks)
             except dist.DistError as error:
-                if place == "env://":
-                    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+                place = place or f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
                 raise RunFailed(f"did not find the other ranks at {place}: {str(error).splitlines()[0]}") from None
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

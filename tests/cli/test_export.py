@@ -219,4 +219,4 @@ def test_a_folder_without_a_checkpoint_is_said_so(femto, tmp_path):
         assert ended.code == 2 and ended.error.startswith(str(place)) and reason in ended.error
     for value in ("0", "-5", "nan", "inf", "many"):
         ended = femto("export", tmp_path / "run", tmp_path / "model", "--max-shard-bytes", value)
-        assert ended.code == 2 and "--max-shard-bytes" in ended.error
+        assert ended.code == 2 and f"--max-shard-bytes: {value}: should be a number of bytes" in ended.error

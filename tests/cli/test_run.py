@@ -86,7 +86,7 @@ def test_a_recipe_that_starts_its_processes_itself_is_not_launched_as_well(femto
         (["toy.py", "--config", "lama_small"], "did you mean 'llama_small'?"),
         (["toy.py", "--config", "configs/lama_small.yaml"], "did you mean 'llama_small'?"),
         (["toy.py", "toy.yaml"], "toy.py needs --config CONFIG"),
-        (["single_device_pretrain"], "needs --config CONFIG; there are: tiny/pretrain"),
+        (["single_device_pretrain"], "needs --config CONFIG; there are: llama_small, tiny/pretrain"),
         (["toy.py", "--config", "toy.yaml", "left=two"], "left: should be a whole number"),
         (["toy.py", "--config", "toy.yaml", "lefft=2"], "did you mean 'left'?"),
         (["--nnodes", "2", "toy.py", "--config", "toy.yaml"], "takes no torchrun options: remove --nnodes 2"),
@@ -114,6 +114,12 @@ def test_a_file_that_is_no_recipe_says_what_it_lacks(femto, here, source, wanted
     ended = femto("run", "broken.py", "--config", "toy.yaml")
     assert ended.code == 2
     assert wanted in ended.error
+
+
+def test_a_recipe_that_no_process_of_its_own_could_import_is_refused(femto, here):
+    (here / "my.recipe.py").write_text("Config, main = 1, 2\n")
+    ended = femto("run", "my.recipe.py", "--config", "toy.yaml")
+    assert ended.code == 2 and "my.recipe.py: a recipe is imported" in ended.error
 
 
 @pytest.mark.parametrize(

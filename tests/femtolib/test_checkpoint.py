@@ -700,6 +700,13 @@ def test_a_manifest_without_a_digest_is_refused(saved):
     assert "manifest.json" in refused(saved)
 
 
+def test_a_manifest_that_leaves_a_file_of_tensors_unverified_is_refused(saved):
+    files = json.loads((saved / "manifest.json").read_text())["files"]
+    del files["__0_0.distcp"]
+    (saved / "manifest.json").write_text(json.dumps({"files": files}))
+    assert "does not list __0_0.distcp" in refused(saved)
+
+
 def test_a_checkpoint_of_another_format_or_of_a_later_version_is_refused_by_name(saved):
     state = json.loads((saved / "state.json").read_text())
     for change, words in ({"version": 2}, "version 2"), ({"format": "other"}, "other version 1"):

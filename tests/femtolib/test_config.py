@@ -277,6 +277,14 @@ def test_an_unknown_key_is_refused_with_its_line_and_the_nearest_right_one(fault
     assert fault.endswith(f"did you mean {nearest!r}?" if nearest else "`femto run RECIPE --help` lists the keys")
 
 
+def test_keys_of_the_recipe_that_a_config_is_of_are_told_to_be_its_keys(faults):
+    first = "# femto run --nproc-per-node 2 {} --config c.yaml\n"
+    *_, last = faults(first.format("other_recipe") + "numbr: 1\nrats: 2\n")
+    assert last == "c.yaml: is of other_recipe, by its first line: remove the keys that this recipe has not"
+    for text in (first.format("other_recipe") + "number: x\n", first.format(f"./{Path(__file__).name}") + "numbr: 1\n"):
+        assert not any("by its first line" in fault for fault in faults(text))
+
+
 def test_a_dotted_key_in_a_file_is_refused_with_the_way_to_write_it(faults):
     [fault] = faults("optimizer.lr: 1.0")
     assert "'optimizer.lr'" in fault and "'lr' below 'optimizer:'" in fault

@@ -107,9 +107,10 @@ def test_what_a_run_did_not_write_is_not_written_over(tmp_path):
         (tmp_path / name).write_text("output_dir: .\n")
         assert word in check_refused(tmp_path) and name in check_refused(tmp_path)
         (tmp_path / name).unlink()
-    (tmp_path / "metrics.jsonl").mkdir()
-    assert "is a folder" in check_refused(tmp_path)
-    (tmp_path / "metrics.jsonl").rmdir()
+    for name in ("metrics.jsonl", ".config.yaml"):
+        (tmp_path / name).mkdir()
+        assert f"{name} is a folder" in check_refused(tmp_path)
+        (tmp_path / name).rmdir()
     (tmp_path / "model").mkdir()
     check_output(tmp_path, data=[], sources=[])
     (tmp_path / "model/net.py").write_text("")
@@ -170,6 +171,17 @@ def test_a_damaged_last_checkpoint_is_told_and_not_passed_over(folder):
     (folder / "checkpoints/step_00000004/state.json").write_text("{}")
     [fault] = refused(folder)
     assert "step_00000004" in fault and "state.json" in fault
+
+
+def test_a_saved_checkpoint_without_its_manifest_is_told_and_a_removed_one_is_done_without(folder):
+    (folder / "metrics.jsonl").write_text('{"event": "checkpoint", "step": 2}\n{"event": "checkpoint", "step": 4}\n')
+    last = folder / "checkpoints/step_00000004"
+    (last / "manifest.json").unlink()
+    [fault] = refused(folder)
+    assert str(last) in fault and "manifest.json is gone" in fault
+    shutil.rmtree(last)
+    (folder / "checkpoints/step_00000006").mkdir()  # not this run's
+    assert decide(folder).step == 2
 
 
 def test_a_named_checkpoint_is_continued_where_no_later_one_stands(folder, tmp_path):

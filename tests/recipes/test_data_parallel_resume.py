@@ -455,8 +455,12 @@ def original() -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_copied_recipe_starts_its_processes_stops_and_goes_on(start, original, write_config, changed, config, whole):
+def test_a_copied_recipe_starts_its_processes_stops_and_goes_on(
+    start, original, write_config, changed, config, whole, monkeypatch
+):
     path = write_config(changed(config, {"processes": 2}))
+    monkeypatch.setenv("TMPDIR", str(path.parent / "a#b"))  # in a URL a path would end there
+    (path.parent / "a#b").mkdir()
     mine = path.parent / "mine.py"
     line = "        micro_batches = [next(batches)"
     text = original.read_text()

@@ -241,6 +241,9 @@ def test_a_state_of_another_order_is_refused_with_both_values():
     assert "rows 48" in rows and "50" in rows and "seed 4" in seed and "9" in seed
     with pytest.raises(FemtoError, match="12 consumed rows are no whole number of batches of 5"):
         _sampler(48, 5, seed=4).load_state_dict(state)
+    for change in {"rows": "48"}, {"seed": None}, {"consumed_rows": -12}, {"consumed_rows": True}:
+        with pytest.raises(FemtoError, match="not what a run has saved"):
+            _sampler(48, 12, seed=4).load_state_dict(state | change)
 
 
 def test_rows_that_were_read_ahead_are_not_delivered():

@@ -3,6 +3,7 @@ buckets; that they travel when and how they should; and that ranks which differ 
 
 import contextlib
 import copy
+import math
 
 import pytest
 import torch
@@ -446,9 +447,18 @@ def test_a_gradient_that_is_missing_on_one_rank_is_named_on_all(ranks, micro_bat
         return str(failed.value)
 
     assert set(ranks(4, skip_one)) == {
-        "no gradient, because no row of these ranks touched it, for layers.4.weight (rank 1), layers.4.bias (rank 1); "
+        "no gradient from any row since the last finish(), for layers.4.weight (rank 1), layers.4.bias (rank 1); "
         "with find_unused_parameters it counts as zero"
     }
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"bucket_mb": -1}, {"bucket_mb": math.nan}, {"bucket_mb": math.inf}, {"communication_dtype": torch.int8}],
+)
+def test_arguments_that_mean_nothing_are_refused(arguments):
+    with pytest.raises(FemtoError, match=next(iter(arguments))):
+        GradientSynchronizer(model(), **arguments)
 
 
 def test_a_static_graph_may_lack_what_it_lacked_and_nothing_else(ranks):

@@ -126,7 +126,7 @@ def test_each_rank_knows_its_place_and_where_the_others_are(forked, tmp_path):
     [place] = {each.pop("FEMTO_RENDEZVOUS") for each in found}
     same = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "spawns": False, "masked": False}
     assert found == [{"RANK": str(number), "LOCAL_RANK": str(number)} | same for number in range(3)]
-    assert place.startswith("file:///") and not Path(place.removeprefix("file://")).parent.exists()
+    assert Path(place).is_absolute() and not Path(place).parent.exists()
 
 
 @pytest.mark.parametrize("code", [None, 0, 1, 2, 3])
