@@ -149,11 +149,8 @@ def test_a_finished_run_and_a_changed_one_are_told_apart(validate, femto, write_
 def test_parity_is_asked_for_its_recipe_and_that_recipe_s_config(femto):
     assert femto("validate", "parity", "--config", "parity").code == 0
     for override, wanted in [
-        ("recipe=nosuch", "there is no recipe 'nosuch'"),
-        ("config=nosuch", "there is no config 'nosuch'"),
         ("overrides=[lr=2]", "unknown key 'lr'; did you mean 'optimizer.lr'?"),
         ("overrides=[max_steps=3]", "max_steps is parity's to set"),
-        ("layouts=[{processes: 2},{processes: 0}]", "should be at least 1"),
     ]:
         ended = femto("validate", "parity", "--config", "parity", override)
         assert ended.code == 2 and wanted in ended.error
