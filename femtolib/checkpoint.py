@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from femtolib.errors import FemtoError, RunFailed
@@ -350,6 +350,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in (("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")):  # the latter from 3.13 on
             return lambda *parts: parts
+        if (module, name) == ("builtins", "getattr"):  # with which Python 3.11.0 to 3.11.3 pickle a member of an Enum
+            return lambda _, member: _MEM_FORMAT_ENCODING[member]
         if (module, name) not in self._ALLOWED:
             raise pickle.UnpicklingError(f"names {module}.{name}, which no checkpoint of femto does")
         return super().find_class(module, name)

@@ -817,13 +817,29 @@ def test_an_entry_that_is_no_tensor_runs_nothing(tmp_path):
     assert canary.exists(), "stock dcp.load has become harmless"
 
 
-@pytest.mark.parametrize("module", ["os system", "builtins eval", "builtins getattr", "torch load", "pathlib Path",
+@pytest.mark.parametrize("module", ["os system", "builtins eval", "builtins setattr", "torch load", "pathlib Path",
                                     "torch.storage _load_from_bytes", "torch.serialization load", "codecs encode",
                                     "torch.distributed.checkpoint.metadata os", "functools partial"])  # fmt: skip
 def test_the_metadata_names_nothing_but_dcps_own_classes(saved, module):
     (saved / ".metadata").write_bytes(b"\x80\x02c" + module.replace(" ", "\n").encode() + b"\n.")
     sign(saved)
     assert ".metadata" in refused(saved) and module.replace(" ", ".") in refused(saved)
+
+
+def test_members_of_an_enumeration_are_read_as_every_python_pickles_them_and_getattr_reads_nothing_else(
+    saved, monkeypatch
+):
+    # Python 3.11.0 to 3.11.3, Debian 12's among them, pickle a member as getattr(its class, its name).
+    encoding = dcp.metadata._MEM_FORMAT_ENCODING
+    monkeypatch.setattr(encoding, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name)))
+    rewrite_metadata(saved, lambda metadata: None)
+    assert b"getattr" in (saved / ".metadata").read_bytes()
+    load_tensors(saved, blank(some_tensors()))
+    for owner in (b"ctorch\nSize\n", b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"):
+        (saved / ".metadata").write_bytes(b"cbuiltins\ngetattr\n(" + owner + b"V__class__\ntR.")
+        sign(saved)
+        assert ".metadata: refused" in refused(saved)
+        assert "__class__" in refused(saved)
 
 
 def test_a_metadata_pickle_cannot_change_pathlib(saved):
