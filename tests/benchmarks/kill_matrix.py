@@ -127,7 +127,7 @@ def endure(start: Callable[[], Process], output: Path, kills: list[Kill], refere
     faults = outcomes[-1].faults
     process = start()
     watch = _Watch(output, faults)
-    if not watch.until(lambda: process.exit_code() is not None, START):
+    if not watch.until(lambda: process.exit_code() is not None, START, pause=0.02):
         faults.append(f"hang: the last run: {process.screen()}")
         process.give_up()
     elif process.exit_code():
@@ -160,6 +160,7 @@ def differences(output: Path, reference: dict[str, Any]) -> list[str]:
 def _run_and_kill(start: Callable[[], Process], output: Path, outcome: Outcome, start_seconds: float) -> None:
     kill, faults = outcome.kill, outcome.faults
     before = _last_step(output)  # a resume will cut lines: a step is new when it is later than all of them
+    starts = _starts(output)
     process = start()
     watch = _Watch(output, faults)
     every = {"save": SAVE_EVERY, "validation": VALIDATE_EVERY, "finish": STEPS}.get(kill.moment, 1)
@@ -169,6 +170,7 @@ def _run_and_kill(start: Callable[[], Process], output: Path, outcome: Outcome, 
         watch.until(lambda: process.exit_code() is not None, kill.share * start_seconds)
     else:
         step = later[min(kill.skip, len(later) - 1)]
+        watch.until(lambda: _starts(output) > starts or process.exit_code() is not None, START, pause=0.02)
         if not watch.until(lambda: _last_step(output) >= step or process.exit_code() is not None, START):
             faults.append(f"hang: no line of step {step} in {START} s: {process.screen()}")
             return process.give_up()
@@ -220,11 +222,11 @@ class _Watch:
         self.published: dict[int, float] = {}
         self.look()
 
-    def until(self, reached: Callable[[], bool], seconds: float) -> bool:
+    def until(self, reached: Callable[[], bool], seconds: float, pause: float = 0.002) -> bool:
         deadline = time.monotonic() + seconds
         while not (is_reached := reached()) and time.monotonic() < deadline:
             self.look()
-            time.sleep(0.002)
+            time.sleep(pause)
         return is_reached
 
     def look(self) -> None:
@@ -254,6 +256,10 @@ def _lines(output: Path) -> list[dict[str, Any]]:
 
 def _last_step(output: Path) -> int:
     return max((line["step"] for line in _lines(output) if line["event"] == "train"), default=0)
+
+
+def _starts(output: Path) -> int:
+    return sum(line["event"] == "start" for line in _lines(output))
 
 
 # ── Through `femto run` ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -223,7 +223,7 @@ def test_a_rank_that_fails_ends_the_run_and_the_screen_says_why(launch, act, cod
 def test_a_signal_to_the_launcher_or_to_a_rank_stops_all_with_their_state_saved(launch):
     said = "\nstopping after this step; Ctrl-C again stops at once and saves nothing\n"
     steps = [0]
-    for number in (signal.SIGTERM, signal.SIGINT, None):
+    for number in (signal.SIGINT, None):
         run = launch("--nproc-per-node 2 --max-restarts 3")
         run.wait_for_step(steps[-1] + 3)
         if number:
@@ -235,7 +235,7 @@ def test_a_signal_to_the_launcher_or_to_a_rank_stops_all_with_their_state_saved(
         again = f"femto run --nproc-per-node 2 --max-restarts 3 toy.py --config {run.output}/config.yaml"
         assert run.stdout == f"stopped after step {steps[-1]}; to go on: {again}\n"
         assert run.stderr == (said if number else "")
-    assert steps[1] < steps[2] < steps[3]
+    assert steps[1] < steps[2]
 
 
 def test_an_interrupt_while_a_rank_imports_its_recipe_is_told_in_a_line(launch):

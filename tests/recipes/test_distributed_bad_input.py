@@ -164,7 +164,7 @@ def sees_another_folder(rank: int, victim: int, folder: str) -> None:
 
     real = recipe.check_shared
     if rank == victim:
-        recipe.check_shared = lambda output_dir, *more: real(Path(folder), *more)
+        recipe.check_shared = lambda output_dir, start: real(Path(folder), start, seconds=1)
 
 
 def test_a_rank_that_cannot_see_the_output_folder_is_named(run_ranks, config, tmp_path):

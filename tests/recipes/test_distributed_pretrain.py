@@ -18,11 +18,12 @@ STEPS = 20
 SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
 ADAMW = {"name": "adamw", "lr": 1e-3, "momentum": 0.0}
 
-# Ranks, how they are laid out, and whether gradients are reduced once a step. Ten rows a step, in one process one a
+# Ranks, how they are laid out, and whether gradients are reduced once a step; tests/benchmarks/certificate.py has each
+# with both optimizers. Ten rows a step, in one process one a
 # micro-batch, on ranks two: on 4 of them three have no row in the second one. On 8 it is one, and six have none there.
 LAYOUTS = {
-    "sgd": [(1, 1, False), (2, 1, False), (3, 1, True), (4, 1, False), (8, 1, True), (2, 2, True), (4, 2, False)],
-    "adamw": [(1, 1, True), (2, 1, True), (3, 1, False), (4, 1, True), (2, 2, False), (4, 2, True), (8, 2, False)],
+    "sgd": [(2, 1, False), (3, 1, True), (8, 1, True), (4, 2, False)],
+    "adamw": [(1, 1, True), (4, 1, True), (2, 2, False), (8, 2, False)],
 }
 
 
@@ -245,9 +246,9 @@ def test_copies_reduce_their_gradients_once_a_step(on_ranks, changed, config, tm
 
 
 def test_float32_with_sgd_agrees_to_1e_5(run, on_ranks, reference, changed, config):
-    single = changed(config, {"dtype": "float32", "param_dtype": "float32"})
+    single = changed(config, {"dtype": "float32", "param_dtype": "float32", "max_steps": 10})
     whole = run(single)
-    print(f"\nfloat32, SGD, largest relative difference over {STEPS} steps   losses   grad norms  weights")
+    print("\nfloat32, SGD, largest relative difference over 10 steps   losses   grad norms  weights")
     for count, copies, deferred in [(3, 1, True), (4, 2, False)]:
         section = {"dp_replicate": copies, "defer_gradient_reduction": deferred}
         result = on_ranks(count, changed(single, {"parallel": section}))
@@ -267,7 +268,7 @@ def test_bfloat16_differs_between_layouts_by_rounding_alone(run, on_ranks, refer
     print("\nbfloat16, AdamW, largest relative difference over 10 steps   losses   grad norms")
     rounding = [reference.distance(control.column(key), whole.column(key)) for key in columns]
     print("one process, other micro-batches (control)                    " + "  ".join(f"{x:.1e}" for x in rounding))
-    for count, copies, deferred in [(3, 1, False), (4, 2, True)]:
+    for count, copies, deferred in [(4, 2, True)]:
         section = {"dp_replicate": copies, "defer_gradient_reduction": deferred}
         result = on_ranks(count, changed(half, {"parallel": section}))
         assert_same_batches(result, whole)

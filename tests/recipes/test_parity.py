@@ -103,11 +103,9 @@ def call(folder: Path, config: dict) -> SimpleNamespace:
 
 
 def test_a_copied_recipe_passes_as_a_person_starts_it(tmp_path, tiny):
-    recipe = (SOURCES / "data_parallel_pretrain.py").read_text()
-    (tmp_path / "mine.py").write_text(recipe.replace("import hashlib\n", "import hashlib\nimport beside_mine\n", 1))
-    (tmp_path / "beside_mine.py").write_text("")  # the control runs a copy elsewhere, and must find it, too
+    (tmp_path / "mine.py").write_text((SOURCES / "data_parallel_pretrain.py").read_text())
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(tiny))
-    config = {"output_dir": "out", "recipe": "./mine.py", "config": "mine.yaml", "steps": 3, "control": True}
+    config = {"output_dir": "out", "recipe": "./mine.py", "config": "mine.yaml", "steps": 3}
     (tmp_path / "parity.yaml").write_text(yaml.safe_dump(config | {"layouts": [{"processes": 2}]}))
     command = [sys.executable, "-m", "femto.main", "run", "parity", "--config", "parity.yaml"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
@@ -116,16 +114,15 @@ def test_a_copied_recipe_passes_as_a_person_starts_it(tmp_path, tiny):
     assert max(map(len, lines[:-2])) <= 120, "too wide for a terminal"
     assert lines[-1] == "./mine.py trains alike on 1 process and on 2 processes"
     report = json.loads((tmp_path / "out/parity.json").read_text())
-    control, result = report["results"]
-    assert control["layout"] == "1 process, rows in reverse" and 0 < control["weight_difference"] <= 1e-10
+    [result] = report["results"]
     assert report["passed"] and [step["step"] for step in result["steps"]] == [1, 2, 3]
     for step in result["steps"]:
         one, two = step["checksums"]
         assert one == two and step["loss_difference"] <= 1e-12 and step["same_rows"]
-        row = [line for line in lines if line.startswith("|") and line.split()[1] == str(step["step"])][-1]
+        [row] = [line for line in lines if line.startswith("|") and line.split()[1] == str(step["step"])]
         assert f"{step['loss'][0]:#.16g}" in row and f"{step['loss'][1]:#.16g}" in row and row.count(one[:8]) == 2
     assert 0 <= result["weight_difference"] <= 1e-10
-    names = ["control.txt", "layout_1.txt", "one_process.txt", "parity.json", "parity.md"]
+    names = ["layout_1.txt", "one_process.txt", "parity.json", "parity.md"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
     assert all(line in (tmp_path / "out/parity.md").read_text().splitlines() for line in lines if "|" in line)
 
@@ -234,6 +231,18 @@ def test_a_fault_is_red_for_the_right_reason(compared, tmp_path, name):
 def test_overrides_that_parity_sets_itself_are_refused(compared, override, words):
     result = compared("data_parallel_pretrain", [{"processes": 2}], overrides=[override])
     assert result.code == 2 and words in result.err
+
+
+def test_the_control_of_a_copied_recipe_finds_what_lies_beside_that(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "")  # put back afterwards
+    for name, text in {"mine": "import beside_mine", "beside_mine": "print('found')"}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    (tmp_path / "out/one_process").mkdir(parents=True)
+    (tmp_path / "out/one_process/config.yaml").write_text("global_batch_size: 7\n")
+    config = {"output_dir": tmp_path, "recipe": str(tmp_path / "mine.py"), "config": "c", "layouts": [{"processes": 2}]}
+    command = parity.reversed_command(["run", config["recipe"]], parity.Config(**config), tmp_path / "out")
+    assert command == ["run", str(tmp_path / "out/mine.py"), "micro_batch_size=7"]
+    assert subprocess.check_output([sys.executable, "-P", command[1]], text=True) == "found\n"
 
 
 def test_a_control_that_fails_ends_the_comparison_without_a_verdict(compared, monkeypatch):
