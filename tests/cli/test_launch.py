@@ -16,6 +16,7 @@ import pytest
 
 TOY = '''"""A toy that counts steps on several processes."""
 
+import gc
 import os
 import signal
 import time
@@ -44,6 +45,7 @@ class Config(ConfigModel):
 
 
 def main(config: Config) -> int | None:
+    assert gc.isenabled() and (gc.get_freeze_count() or "RANK" not in os.environ), "torch's modules are not frozen"
     world = World.join(torch.device("cpu"), 60)
     config.output_dir.mkdir(exist_ok=True)
     saved = config.output_dir / "saved"

@@ -19,7 +19,7 @@ def take_down_memory(rank: int, folder: str, command: list[str] | None = None) -
     With `command`, that is what is run, instead of the recipe, as the phase `command`.
 
     Malloc counts for all threads, and what is no tensor, too. (torch's profiler sees its own thread alone, and misses
-    what gloo's threads free.) It is asked a thousand times a second; to fill a tenth of the model takes longer.
+    what gloo's threads free.) It is asked five hundred times a second; to fill a tenth of the model takes longer.
     """
     import atexit
     import ctypes
@@ -70,7 +70,7 @@ def take_down_memory(rank: int, folder: str, command: list[str] | None = None) -
     def watch():
         while True:
             look()
-            time.sleep(0.001)
+            time.sleep(0.002)
 
     atexit.register(lambda: (Path(folder) / str(rank)).write_text(json.dumps(most)))
     threading.Thread(target=watch, daemon=True).start()
@@ -103,8 +103,8 @@ def measure(start_ranks, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def deep(tiny_llama, uneven_tokens) -> dict:
-    """A model of 57 MB whose largest tensor is a hundredth of it, on rows so short that activations are nothing."""
-    size = {"num_hidden_layers": 24, "hidden_size": 256, "intermediate_size": 512}
+    """A model of 39 MB whose largest tensor is a seventieth of it, on rows so short that activations are nothing."""
+    size = {"num_hidden_layers": 16, "hidden_size": 256, "intermediate_size": 512}
     return {
         "model": tiny_llama | size,
         "data": {"train": str(uneven_tokens), "seq_len": 4},
