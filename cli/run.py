@@ -49,11 +49,10 @@ def main(argv: list[str]) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Read at import, too: a lost connection is told in a line of ours, not in 30 of the C++ stack.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    with importing():
-        options, name, arguments = split(argv)
-        path = find_recipe(name)
-        arguments = locate_config(name, arguments)
-        recipe = load_recipe(path)
+    options, name, arguments = split(argv)
+    path = find_recipe(name)
+    arguments = locate_config(name, arguments)
+    recipe = load_recipe(path)
     kind = getattr(recipe, "LAUNCH", "single")
     if kind == "single":
         refuse_options(name, options)
@@ -130,7 +129,8 @@ def split(argv: list[str]) -> tuple[list[str], str, list[str]]:
     """`[torchrun options] RECIPE arguments` in its three parts; FemtoError where there is no RECIPE."""
     script = argv
     if argv and argv[0].startswith("-"):
-        from torch.distributed.run import get_args_parser  # the one that knows which options take a value
+        with importing_torch():
+            from torch.distributed.run import get_args_parser  # the one that knows which options take a value
 
         parser = get_args_parser()
         parser.error = _refuse
@@ -161,7 +161,11 @@ def load_recipe(path: Path) -> ModuleType:
     that a worker process can find what it defines). An exception in it ends in RunFailed below its traceback.
     """
     shipped = path in recipes().values()
-    module = importlib.import_module(f"femto.recipes.{path.stem}") if shipped else _import_file(path)
+    if shipped:
+        with importing_torch():
+            module = importlib.import_module(f"femto.recipes.{path.stem}")
+    else:
+        module = _import_file(path)
     missing = [wanted for wanted in ("Config", "main") if not hasattr(module, wanted)]
     if missing:
         raise FemtoError(f"{path} is not a recipe: it lacks {' and '.join(missing)}; a recipe has Config and main")
@@ -172,9 +176,9 @@ def load_recipe(path: Path) -> ModuleType:
 
 
 @contextlib.contextmanager
-def importing() -> Iterator[None]:
-    """For the import of torch: the garbage collector does not visit its objects, again and again while they are made,
-    which is a fifth of the time that takes, nor later amid training."""
+def importing_torch() -> Iterator[None]:
+    """For the import of torch and of what is ours: the garbage collector does not visit their objects, again and again
+    while they are made, which is a fifth of the time that takes, nor later amid training."""
     if "torch" in sys.modules or not gc.isenabled():
         yield
         return

@@ -94,7 +94,7 @@ def _check_preparation(recipe: ModuleType, config: "ConfigModel") -> dict[str, i
         load_tokenizer(tokenizer, getattr(config, "eos_token", None))
     if patterns := getattr(config, "input", None):
         print(f"input: {len(find_files(patterns)):,} files")
-    if all(hasattr(config, key) for key in ("recipe", "config", "layouts")):
+    if hasattr(recipe, "keys_of") and hasattr(recipe, "command_of"):
         keys = recipe.keys_of(config)
         for number, layout in enumerate(config.layouts, 1):
             command = recipe.command_of(config, layout, keys, config.output_dir / f"layout_{number}")

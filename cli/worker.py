@@ -17,14 +17,16 @@ def main(launcher: int, name: str, arguments: list[str]) -> int:
     _end_with(launcher)
     if restarts := os.environ.get("FEMTO_RESTART_COUNT"):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = restarts  # that of all nodes
-    from femto.run import importing, load_recipe  # from here on seconds pass, in which the launcher may be killed
+    from femto.run import importing_torch, load_recipe  # from here on seconds pass, in which the launcher may be killed
     from femto.shipped import find_recipe
     from femtolib.command import fail, run_recipe
     from femtolib.errors import FemtoError, RunFailed
 
     try:
-        with importing():
-            recipe = load_recipe(find_recipe(name))
+        with importing_torch():  # which is most of what a recipe imports
+            import femtolib.attention
+            import femtolib.checkpoint  # noqa: F401
+        recipe = load_recipe(find_recipe(name))
         take_stops()
     except FemtoError as error:
         return fail(error)

@@ -211,8 +211,16 @@ def list_checkpoints(folder: Path) -> list[Path]:
     A folder with a manifest was whole when it was published. What has damaged it since is for `read_state` to say: to
     pass it over would be to train on from an older one without a word.
     """
-    steps = {int(match[1]): path for path in folder.glob("step_*") if (match := _STEP_NAME.fullmatch(path.name))}
-    return [steps[step] for step in sorted(steps) if (steps[step] / "manifest.json").is_file()]
+    return [path for _, path in _numbered(folder) if (path / "manifest.json").is_file()]
+
+
+def without_manifest(folder: Path) -> list[tuple[int, Path]]:
+    """The folders in `folder` that have a checkpoint's name and no manifest, with their steps, lowest first."""
+    return [(step, path) for step, path in _numbered(folder) if not (path / "manifest.json").is_file()]
+
+
+def _numbered(folder: Path) -> list[tuple[int, Path]]:
+    return sorted((int(match[1]), path) for path in folder.glob("*") if (match := _STEP_NAME.fullmatch(path.name)))
 
 
 def read_state(path: Path) -> dict[str, Any]:

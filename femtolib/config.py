@@ -158,7 +158,7 @@ def load_config(model: type[ConfigType], path: Path, overrides: typing.Sequence[
         faults += [line for fault in error.errors() for line in _describe(fault, model, raw)]
         this = Path(getattr(sys.modules.get(model.__module__), "__file__", "")).stem
         in_file = any(fault.startswith(f"{path}:") and ": unknown key " in fault for fault in faults)
-        if in_file and raw.recipe and Path(raw.recipe).stem != this:
+        if in_file and raw.recipe not in (None, this):
             faults.append(f"{path}: is of {raw.recipe}, by its first line: remove the keys that this recipe has not")
     if faults:
         raise FemtoError(*dict.fromkeys(faults))
@@ -207,8 +207,8 @@ def show(value: Any) -> str:
 
 @dataclass
 class _Raw:
-    """A config as read: its values, the recipe it was written for, for each dotted key where it was written, and the
-    keys that stand twice."""
+    """A config as read: its values, the shipped recipe that its first line runs, for each dotted key where it was
+    written, and the keys that stand twice."""
 
     path: Path
     values: dict[str, Any]
@@ -333,8 +333,8 @@ def _read(path: Path) -> _Raw:
         values = {}
     if not isinstance(values, dict):
         raise FemtoError(f"{path}: a config is a mapping of keys to values, not {show(values)}")
-    first = text.partition("\n")[0].partition(" --config ")[0].split()  # `# femto run [options] RECIPE`
-    raw = _Raw(path, values, recipe=first[-1] if first[:3] == ["#", "femto", "run"] else None, faults=duplicates)
+    shipped = re.match(r"# femto run (?:.* )?(\w+) --config ", text)
+    raw = _Raw(path, values, recipe=shipped and shipped[1], faults=duplicates)
     if isinstance(node, yaml.MappingNode):
         _note_lines(node, "", raw)
     return raw

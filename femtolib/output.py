@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from femtolib.checkpoint import list_checkpoints, read_state
+from femtolib.checkpoint import list_checkpoints, read_state, without_manifest
 from femtolib.config import RESOLVED, ConfigModel, dump_config, flatten, show
 from femtolib.data.token_files import is_token_directory
 from femtolib.errors import FemtoError
@@ -169,16 +169,13 @@ def decide_start(
     if resume == "must" and not exists:
         raise FemtoError(f"resume: must, but {output_dir} holds no run")
     metrics = output_dir / "metrics.jsonl"
-    for path in (output_dir / "checkpoints").glob("step_*"):
-        step = path.name.removeprefix("step_")
-        if path not in checkpoints and step.isdecimal() and was_logged(metrics, "checkpoint", int(step)):
-            raise FemtoError(
-                f"{path}: this run has saved it, and its manifest.json is gone; remove it to do without it"
-            )
     if isinstance(resume, Path):
         checkpoint = resume
     elif checkpoints:
         checkpoint = checkpoints[-1]
+        for step, path in without_manifest(output_dir / "checkpoints"):
+            if step > int(checkpoint.name.removeprefix("step_")) and was_logged(metrics, "checkpoint", step):
+                raise FemtoError(f"{path}: saved by this run, its manifest.json is gone; remove it to go on without")
     else:
         if was_logged(metrics, "checkpoint"):
             raise FemtoError(

@@ -16,7 +16,6 @@ much as that is allowed where it is more than `tolerance`. What people edit firs
 import contextlib
 import json
 import math
-import os
 import re
 import shlex
 import shutil
@@ -217,10 +216,11 @@ def reversed_command(command: list[str], config: Config, scratch: Path) -> list[
     is_path = config.recipe.endswith(".py")
     source = Path(config.recipe) if is_path else Path(__file__).with_name(f"{config.recipe}.py")
     copy = scratch / source.name
-    copy.write_text(source.read_text(encoding="utf-8") + REVERSED, encoding="utf-8")
+    text = source.read_text(encoding="utf-8") + REVERSED
     if is_path:  # what the recipe imports from beside itself is not beside its copy
-        before = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(source.resolve().parent), *before])
+        folder = str(source.resolve().parent)
+        text = f"import sys\n\nsys.path.insert(0, {folder!r})\nexec(compile({text!r}, __file__, 'exec'))\n"
+    copy.write_text(text, encoding="utf-8")
     command = [str(copy) if word == config.recipe else word for word in command]
     return [*command, f"micro_batch_size={rows}"]
 

@@ -281,7 +281,8 @@ def test_keys_of_the_recipe_that_a_config_is_of_are_told_to_be_its_keys(faults):
     first = "# femto run --nproc-per-node 2 {} --config c.yaml\n"
     *_, last = faults(first.format("other_recipe") + "numbr: 1\nrats: 2\n")
     assert last == "c.yaml: is of other_recipe, by its first line: remove the keys that this recipe has not"
-    for text in (first.format("other_recipe") + "number: x\n", first.format(f"./{Path(__file__).name}") + "numbr: 1\n"):
+    own = [Path(__file__).stem, f"./{Path(__file__).name}", "'my recipe.py'", "other_recipe seed=1"]
+    for text in (first.format("other_recipe") + "number: x\n", *(first.format(name) + "numbr: 1\n" for name in own)):
         assert not any("by its first line" in fault for fault in faults(text))
 
 

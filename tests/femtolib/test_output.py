@@ -179,7 +179,9 @@ def test_a_saved_checkpoint_without_its_manifest_is_told_and_a_removed_one_is_do
     (last / "manifest.json").unlink()
     [fault] = refused(folder)
     assert str(last) in fault and "manifest.json is gone" in fault
+    assert decide(folder, last.with_name("step_00000002")).step == 2  # named, and the last that is whole
     shutil.rmtree(last)
+    shutil.copytree(last.with_name("step_00000002"), last.with_name("step_4"))  # no name of ours
     (folder / "checkpoints/step_00000006").mkdir()  # not this run's
     assert decide(folder).step == 2
 

@@ -233,9 +233,9 @@ def test_overrides_that_parity_sets_itself_are_refused(compared, override, words
     assert result.code == 2 and words in result.err
 
 
-def test_the_control_of_a_copied_recipe_finds_what_lies_beside_that(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", "")  # put back afterwards
-    for name, text in {"mine": "import beside_mine", "beside_mine": "print('found')"}.items():
+def test_the_control_of_a_copied_recipe_finds_what_lies_beside_that(tmp_path):
+    texts = {"mine": "from __future__ import annotations\nimport beside_mine", "beside_mine": "print('found')"}
+    for name, text in {**texts, "types": "the standard library's is meant"}.items():
         (tmp_path / f"{name}.py").write_text(text)
     (tmp_path / "out/one_process").mkdir(parents=True)
     (tmp_path / "out/one_process/config.yaml").write_text("global_batch_size: 7\n")
